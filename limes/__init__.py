@@ -1,0 +1,1 @@
+"""limes trains language models by reinforcement learning."""
