@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 Message = dict[str, Any]
 Reward = float | dict[str, Any] | None
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How far a sample has come."""
 
     PENDING = "pending"
@@ -75,9 +75,12 @@ class Sample:
         if not trainable:
             last_version = self.weight_versions[-1] if self.weight_versions else 0
             log_probs, weight_versions = [0.0] * num, [last_version] * num
-        assert log_probs is not None and weight_versions is not None
+        assert log_probs is not None
+        assert weight_versions is not None
         if len(log_probs) != num or len(weight_versions) != num:
-            raise ValueError(f"{num} tokens came with {len(log_probs)} log_probs and {len(weight_versions)} weight_versions")
+            raise ValueError(
+                f"{num} tokens, {len(log_probs)} log_probs and {len(weight_versions)} weight_versions differ"
+            )
         self.tokens.extend(tokens)
         self.loss_mask.extend([int(trainable)] * num)
         self.rollout_log_probs.extend(log_probs)
@@ -88,7 +91,7 @@ class Sample:
     def check(self) -> None:
         """Assert that all per-token lists agree."""
         lengths = (len(self.loss_mask), len(self.rollout_log_probs), len(self.weight_versions))
-        assert lengths == (self.response_length,) * 3, f"sample {self.index}: {lengths} for {self.response_length} tokens"
+        assert lengths == (self.response_length,) * 3, f"sample {self.index}: {lengths}, not {self.response_length}"
         assert self.response_length <= len(self.tokens), f"sample {self.index}: response longer than its tokens"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,7 +64,18 @@ def tiny_model(
         eos_token_id=2,
     )
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if dtype == torch.float64:
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(exact_rms_norm, module)
+    return model
+
+
+def exact_rms_norm(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """The norm in the type of its input; transformers' own rounds to float32 inside."""
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+    return module.weight * hidden * scale
 
 
 def save_tiny(folder: Path, family: str = "llama", **options) -> Path:

@@ -22,7 +22,7 @@ class AlgorithmConfig(Section):
     policy_loss: Literal["clipped"] = "clipped"
     """`clipped`: PPO's clipped ratio."""
 
-    eps_clip: PositiveFloat = 0.2
+    eps_clip: float = Field(default=0.2, gt=0, lt=1)
     """Ratio clip below 1."""
 
     eps_clip_high: PositiveFloat | None = None

@@ -1,19 +1,18 @@
 """Settings of the prompt data."""
 
-from typing import Any
-
 from pydantic import Field, PositiveInt
 
-from limes.config.base import Section
+from limes.config.base import Options, Section
 
 
 class DataConfig(Section):
     """Where prompts come from and how they are rendered."""
 
     prompt_data: str = "reasoning_gym:chain_sum"
-    """A JSONL or Parquet file or a `datasets` folder, with an optional row slice (`train.jsonl@[0:100]`), or `reasoning_gym:<task>`."""
+    """A JSONL or Parquet file or a `datasets` folder, with an optional row slice (`train.jsonl@[0:100]`), or
+    `reasoning_gym:<task>`."""
 
-    source_options: dict[str, Any] = Field(default_factory=dict)
+    source_options: Options = Field(default_factory=dict)
     """Options of a generated source, such as the `size` and `seed` of a reasoning-gym task."""
 
     input_key: str = "prompt"
@@ -28,14 +27,15 @@ class DataConfig(Section):
     apply_chat_template: bool = True
     """Render prompts with the chat template; off means the prompt string is tokenised as it is."""
 
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Options = Field(default_factory=dict)
     """Extra variables for the chat template, such as `enable_thinking`."""
 
     system_prompt: str | None = None
     """A system message put before every prompt that does not bring one."""
 
     max_prompt_len: PositiveInt | None = None
-    """Longest prompt in tokens; longer ones are left out and counted, never cut. Default: what the context leaves beside the answer."""
+    """Longest prompt in tokens; longer ones are left out and counted, never cut. Default: what the context leaves
+    beside the answer."""
 
     shuffle: bool = True
     """Draw prompts in an order seeded by `run.seed` and the epoch, instead of file order."""

@@ -1,6 +1,8 @@
 """Settings of evaluation."""
 
-from pydantic import PositiveInt
+from typing import Literal
+
+from pydantic import Field, PositiveInt
 
 from limes.config.base import Section
 
@@ -20,13 +22,13 @@ class EvalConfig(Section):
     n_samples_per_prompt: PositiveInt = 1
     """Answers drawn for each prompt."""
 
-    temperature: float | None = None
+    temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature; 0 is greedy."""
 
-    top_p: float | None = None
+    top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus; 1 keeps all."""
 
-    top_k: int | None = None
+    top_k: Literal[-1] | PositiveInt | None = None
     """Most likely tokens kept; -1 keeps all."""
 
     max_response_len: PositiveInt | None = None

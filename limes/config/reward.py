@@ -1,10 +1,8 @@
 """Settings of rewards."""
 
-from typing import Any
-
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from limes.config.base import Section
+from limes.config.base import Options, Section
 
 
 class RewardTerm(Section):
@@ -16,7 +14,7 @@ class RewardTerm(Section):
     weight: float = 1.0
     """The term's share in the sum."""
 
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     """Options of the grader, such as `pattern` of `regex` or `url` of `remote`."""
 
 
@@ -24,9 +22,10 @@ class RewardConfig(Section):
     """How answers are scored."""
 
     kind: str = "math"
-    """The grader: `math`, `exact`, `regex`, `choice`, `f1`, `last_integer`, `reasoning_gym`, `remote`, or `module:function`."""
+    """The grader: `math`, `exact`, `regex`, `choice`, `f1`, `last_integer`, `reasoning_gym`, `remote`, or
+    `module:function`."""
 
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     """Options of the grader, such as `pattern` of `regex` or `url` of `remote`."""
 
     terms: list[RewardTerm] = Field(default_factory=list)
@@ -39,7 +38,8 @@ class RewardConfig(Section):
     """A `module:function` grader takes the samples of a whole group and returns one reward each."""
 
     timeout_s: PositiveFloat = 10.0
-    """One grading call may take this long; later it is a grader error and the sample is unscored. Maths has its own limit: `options.timeout_s`."""
+    """One grading call may take this long; later it is a grader error and the sample is unscored. Maths has its own
+    limit: `options.timeout_s`."""
 
     num_workers: PositiveInt = 1
-    """Grader processes for maths."""
+    """Grader processes, for `math`, `regex` and `reasoning_gym`."""

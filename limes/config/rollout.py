@@ -1,5 +1,7 @@
 """Settings of generation."""
 
+from typing import Literal
+
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from limes.config.base import Section
@@ -14,7 +16,7 @@ class SamplingConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
 
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: Literal[-1] | PositiveInt = -1
     """Keep this many most likely tokens; -1 keeps all."""
 
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -37,7 +39,8 @@ class RolloutConfig(SamplingConfig):
     """How many prompts and answers a rollout has and how its answers are drawn."""
 
     num_rollout: int | None = Field(default=None, ge=0)
-    """Number of rollouts (generate, then train); 0 evaluates only. One of this and `num_epoch` is needed; this one wins."""
+    """Number of rollouts (generate, then train); 0 evaluates only. One of this and `num_epoch` is needed; this one
+    wins."""
 
     num_epoch: PositiveInt | None = None
     """Number of passes over the prompt data, when `num_rollout` is absent."""
@@ -52,7 +55,8 @@ class RolloutConfig(SamplingConfig):
     """Prompts in flight while a dynamic filter drops groups; at least `batch_size`, which is the default."""
 
     dynamic_sampling_filter: str | None = None
-    """Groups to drop and replace: `nonzero_std` (rewards all equal) or `module:function`, which takes a list of samples and returns (keep, reason)."""
+    """Groups to drop and replace: `nonzero_std` (rewards all equal) or `module:function`, which takes a list of
+    samples and returns (keep, reason)."""
 
     max_refill_rounds: PositiveInt = 10
     """A rollout whose filter has dropped this many times `batch_size` groups ends with an error."""

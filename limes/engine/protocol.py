@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Literal, Protocol
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why an answer ended."""
 
     STOP = "stop"

@@ -1,0 +1,31 @@
+"""Checkpoint folders: whole or absent."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from limes.cluster.handles import RolloutManagerHandle, TrainGroup
+
+UNFINISHED = ".unfinished"
+
+
+async def save_checkpoint(
+    actor: TrainGroup, manager: RolloutManagerHandle, rollout_id: int, checkpoints: Path, *, force_sync: bool
+) -> Path:
+    """Write `<checkpoints>/<rollout id>`: weights, optimizer, schedule and the place in the data.
+
+    It is written under another name and gets its own at the end, so a folder with a plain number is always complete.
+    """
+    folder = checkpoints / f"{rollout_id:06d}"
+    unfinished = folder.with_suffix(UNFINISHED)
+    unfinished.mkdir()
+    await actor.save_model(rollout_id, unfinished, force_sync=force_sync)
+    await manager.save(rollout_id, unfinished)
+    return unfinished.rename(folder)
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Remove what an interrupted save has left."""
+    for folder in checkpoints.glob(f"*{UNFINISHED}"):
+        shutil.rmtree(folder)

@@ -1,0 +1,1 @@
+"""Where roles run, and the handles the loop drives them by."""

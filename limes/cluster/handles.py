@@ -1,0 +1,139 @@
+"""What the loop holds of a role: thin, awaitable stand-ins that also hand on what there is to report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from limes.cluster.local import LocalActor
+from limes.cluster.ref import Ref
+from limes.records import Sample
+from limes.rollout import Report
+from limes.run.tracking import Tracking
+
+
+class RolloutManagerHandle:
+    """The rollout manager, see `limes.rollout.RolloutManager`."""
+
+    def __init__(self, actor: LocalActor, tracking: Tracking) -> None:
+        self._actor = actor
+        self._tracking = tracking
+
+    async def generate(self, rollout_id: int) -> Sequence[Any]:
+        """Sample one rollout; the shard, or a ref to it, of each data-parallel rank of the actor."""
+        shards = await self._call("generate", rollout_id)
+        report: Report = await self._actor.call("report")
+        self._tracking.record(rollout_id, report.metrics, report.remarks)
+        return shards
+
+    async def eval(self, rollout_id: int) -> dict[str, float]:
+        """Evaluate the weights that rollout `rollout_id` is sampled with, or would be."""
+        report: Report = await self._call("eval", rollout_id)
+        self._tracking.evaluated(rollout_id, report.metrics, report.remarks)
+        return report.metrics
+
+    async def show_samples(self, num: int) -> list[Sample]:
+        """One answer to each of the first evaluation prompts."""
+        return await self._call("show_samples", num)
+
+    async def num_prompts(self) -> int | None:
+        """Prompts of one epoch; None where nothing is trained."""
+        return await self._actor.call("num_prompts")
+
+    async def offload(self, tags: Iterable[str]) -> None:
+        """Let go of engine memory."""
+        await self._call("offload", list(tags))
+
+    async def onload_weights(self) -> None:
+        """Take back the memory of the weights."""
+        await self._call("onload_weights")
+
+    async def onload_kv(self) -> None:
+        """Take back the KV cache, then the graphs."""
+        await self._call("onload_kv")
+
+    async def save(self, rollout_id: int, folder: Path) -> None:
+        """Write the place in the data into a checkpoint folder."""
+        await self._call("save", rollout_id, folder)
+
+    async def load(self, folder: Path) -> int:
+        """Go on where a checkpoint was saved; returns the id of its rollout."""
+        return await self._call("load", folder)
+
+    async def dispose(self) -> None:
+        """End what runs, the engine, the grader, and the role's thread."""
+        try:
+            await self._call("dispose")
+        finally:
+            await asyncio.to_thread(self._actor.close)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        with self._tracking.span(f"rollout.{method}", **rollout_of(args)):
+            return await self._actor.call(method, *args)
+
+
+class TrainGroup:
+    """The train workers of one model, see `limes.training.worker.TrainWorker`.
+
+    Attributes:
+        start_rollout_id: the first rollout to do; above 0 when a checkpoint was loaded.
+    """
+
+    def __init__(self, actors: Sequence[LocalActor], tracking: Tracking, start_rollout_id: int = 0) -> None:
+        self._actors = actors
+        self._tracking = tracking
+        self.start_rollout_id = start_rollout_id
+
+    async def train(self, rollout_id: int, shards: Sequence[Any]) -> dict[str, float]:
+        """Train on a rollout, each worker on its own shard."""
+        with self._tracking.span("actor.train", rollout_id=rollout_id):
+            metrics, *_ = await asyncio.gather(*self.submit_train(rollout_id, shards))
+        self._tracking.record(rollout_id, metrics)
+        return metrics
+
+    def submit_train(
+        self, rollout_id: int, shards: Sequence[Any], external_data: Sequence[Ref] | None = None
+    ) -> list[Ref]:
+        """Start training and do not wait: one ref a worker.
+
+        Args:
+            external_data: one ref a worker, such as the critic's values; a worker starts when its own is there.
+        """
+        assert len(shards) == len(self._actors), f"{len(shards)} shards for {len(self._actors)} workers"
+        extras: Sequence[tuple[Ref, ...]] = [(ref,) for ref in external_data or ()] or [()] * len(shards)
+        return [
+            actor.call("train", rollout_id, shard, *extra)
+            for actor, shard, extra in zip(self._actors, shards, extras, strict=True)
+        ]
+
+    async def update_weights(self) -> int:
+        """Give the engines the weights as they are now; returns their version."""
+        version, *_ = await self._all("update_weights")
+        return version
+
+    async def clear_memory(self) -> None:
+        """Let go of what training leaves behind on the device."""
+        await self._all("clear_memory")
+
+    async def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
+        """Write weights and optimizer into a checkpoint folder; `force_sync` returns only when it is on the disk."""
+        await self._all("save_model", rollout_id, folder, force_sync)
+
+    async def load(self, folder: Path) -> None:
+        """Take weights, optimizer and schedule from a checkpoint folder."""
+        await self._all("load", folder)
+
+    async def dispose(self) -> None:
+        """End the workers' threads."""
+        await asyncio.gather(*(asyncio.to_thread(actor.close) for actor in self._actors))
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        with self._tracking.span(f"actor.{method}", **rollout_of(args)):
+            return await asyncio.gather(*(actor.call(method, *args) for actor in self._actors))
+
+
+def rollout_of(args: Sequence[Any]) -> dict[str, int]:
+    """The rollout that a call is about, where its first argument says so."""
+    return {"rollout_id": args[0]} if args and isinstance(args[0], int) else {}

@@ -1,0 +1,69 @@
+"""A value that a role will deliver."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any
+
+
+class Ref:
+    """The outcome of one call to a role: await it from any event loop, any number of times, or pass it as an argument.
+
+    A failed call raises its own exception wherever the ref is awaited, with a note that names the role and the call.
+    Cancelling an await leaves the call running.
+    """
+
+    def __init__(self, role: str, method: str) -> None:
+        self.role = role
+        self.method = method
+        self._future: Future[Any] = Future()
+        self._seen = False
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._future.done() else "failed" if self._future.exception() else "done"
+        return f"Ref({self.role}.{self.method}, {state})"
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        self.mark_seen()
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+
+        def wake(_: Future[Any]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: None if waiter.done() else waiter.set_result(None))
+
+        self._future.add_done_callback(wake)
+        yield from waiter.__await__()
+        return self._future.result()
+
+    def done(self) -> bool:
+        """Whether the call has ended, well or not."""
+        return self._future.done()
+
+    def mark_seen(self) -> None:
+        """Somebody will get this call's error: an awaiter, or a call that takes this ref as an argument."""
+        self._seen = True
+
+    def unseen_error(self) -> BaseException | None:
+        """The error of a call that nobody awaited or passed on."""
+        return None if self._seen or not self._future.done() else self._future.exception()
+
+    def set_result(self, value: Any) -> None:
+        """Deliver the value; a call that has already ended stays as it is."""
+        if not self._future.done():
+            self._future.set_result(value)
+
+    def set_error(self, error: BaseException) -> None:
+        """Deliver a failure, marked with role and call; a call that has already ended stays as it is."""
+        if not self._future.done():
+            note = f"(in role '{self.role}', call '{self.method}')"
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            self._future.set_exception(error)
+
+
+async def resolve(value: Any) -> Any:
+    """The value itself, or what a ref delivers."""
+    return await value if isinstance(value, Ref) else value

@@ -1,0 +1,181 @@
+"""The roles of a run, built where they are placed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from limes.cluster.handles import RolloutManagerHandle, TrainGroup
+from limes.cluster.local import LocalActor
+from limes.cluster.placement import Placement
+from limes.config import Config, batch_algebra
+from limes.config.model import ModelConfig
+from limes.rollout import RolloutManager, build_rollout_manager, load_all_prompts
+from limes.run import Console
+from limes.run.tracking import Tracking
+
+if TYPE_CHECKING:
+    from limes.engine.embedded.engine import EmbeddedEngine
+    from limes.models.policy import Policy
+    from limes.training.worker import TrainWorker
+
+OFFLOAD_TAGS = ("cuda_graph", "kv_cache")
+"""Engine memory that training may use meanwhile; the weights are the trainer's own."""
+
+
+async def create_rollout_manager(
+    config: Config, placement: Placement, tracking: Tracking, *, ks: Sequence[int] | None = None
+) -> tuple[RolloutManagerHandle, int | None]:
+    """Load model, data and grader, start the engine; its memory is offloaded when this returns.
+
+    Returns:
+        The manager and the rollouts of one epoch, None where nothing is trained.
+
+    Raises:
+        ValueError: something that the settings name cannot be had.
+    """
+    actor = LocalActor("rollout", lambda: _build_manager(config, placement, tracking, ks))
+    manager = RolloutManagerHandle(actor, tracking)
+    try:
+        await actor.ready()
+        await manager.offload(OFFLOAD_TAGS)
+        num_prompts = await manager.num_prompts()
+    except BaseException:
+        await manager.dispose()
+        raise
+    return manager, None if num_prompts is None else batch_algebra(config, num_prompts).rollouts_per_epoch
+
+
+async def create_training_models(
+    config: Config, placements: dict[str, Placement], manager: RolloutManagerHandle, tracking: Tracking
+) -> TrainGroup:
+    """Start the actor's train worker on the manager's model; with `checkpoint.load`, both go on from there.
+
+    Raises:
+        ValueError: the checkpoint cannot be loaded, or the run it is of has nothing left to do.
+    """
+    actor = LocalActor("actor", lambda: _build_worker(config, placements["actor"], tracking))
+    group = TrainGroup([actor], tracking)
+    try:
+        await actor.ready()
+        if config.checkpoint.load is not None:
+            await group.load(Path(config.checkpoint.load))
+            group.start_rollout_id = await manager.load(Path(config.checkpoint.load)) + 1
+            refuse_nothing_to_do(config, group.start_rollout_id)
+    except BaseException:
+        await group.dispose()
+        raise
+    return group
+
+
+def refuse_nothing_to_do(config: Config, start_rollout_id: int) -> None:
+    """A run that would train nothing is no success.
+
+    Raises:
+        ValueError: the checkpoint is of the last rollout or a later one.
+    """
+    num_rollout = config.rollout.num_rollout
+    if num_rollout and start_rollout_id >= num_rollout:
+        raise ValueError(
+            f"checkpoint.load = {config.checkpoint.load!r} has {start_rollout_id} rollouts behind it and "
+            f"rollout.num_rollout is {num_rollout}, so nothing is left to do; raise rollout.num_rollout"
+        )
+
+
+async def _build_manager(
+    config: Config, placement: Placement, tracking: Tracking, ks: Sequence[int] | None
+) -> RolloutManager:
+    console = tracking.console
+    policy = load_model(config.model, console)
+    await asyncio.sleep(0)  # a role that is ended meanwhile stops here
+    prompts = load_all_prompts(config, policy, console, ks)
+    await asyncio.sleep(0)
+    engine = start_engine(config, policy, prompts.longest)
+    try:
+        manager = build_rollout_manager(
+            config, policy, engine, prompts, samples_folder=tracking.folder.rollouts, console=console
+        )
+    except BaseException:
+        await engine.close()
+        raise
+    placement.shared.policy, placement.shared.engine = policy, engine
+    return manager
+
+
+def load_model(config: ModelConfig, console: Console) -> Policy:
+    """Load the policy and say what it is; a checkpoint folder stands for the model in it.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    from limes.models.load import load_policy
+    from limes.training.checkpoint import MODEL
+
+    inner = Path(config.path) / MODEL
+    path = str(inner) if (inner / "config.json").is_file() else config.path
+    with console.phase("load model", detail=path):
+        policy = load_policy(config.model_copy(update={"path": path}), notice=console.notice)
+    console.notice(f"model: {path}, {describe_policy(policy)}")
+    return policy
+
+
+def describe_policy(policy: Policy) -> str:
+    """Size, type and place of a model."""
+    millions = sum(parameter.numel() for parameter in policy.model.parameters()) / 1e6
+    kind = str(policy.dtype).removeprefix("torch.")
+    return f"{millions:.4g} M parameters in {kind} on {policy.device}, context {policy.max_context_len} tokens"
+
+
+def start_engine(config: Config, policy: Policy, longest_prompt: int) -> EmbeddedEngine:
+    """The embedded engine on the policy's tensors."""
+    from limes.engine.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(
+        policy,
+        kv_cache_tokens=config.engine.kv_cache_tokens or default_kv_tokens(config, policy, longest_prompt),
+        page_size=config.engine.page_size,
+        max_running=config.engine.max_running,
+        prefill_chunk=config.engine.prefill_chunk,
+        max_context_len=config.engine.max_context_len,
+    )
+
+
+def default_kv_tokens(config: Config, policy: Policy, longest_prompt: int) -> int:
+    """Room for one rollout, or one evaluation, at full length, within `engine.kv_cache_gb`; at least for one answer."""
+    page, rollout = config.engine.page_size, config.rollout
+    groups = rollout.over_sampling_batch_size or rollout.batch_size
+    eval_prompts = config.eval.num_prompts or groups
+    most = max(
+        kv_tokens(groups, rollout.n_samples_per_prompt, longest_prompt, rollout.max_response_len, config),
+        kv_tokens(
+            eval_prompts,
+            config.eval.n_samples_per_prompt,
+            longest_prompt,
+            config.eval_sampling().max_response_len,
+            config,
+        ),
+    )
+    num_heads, head_dim = policy.kv_shape
+    bytes_a_token = 2 * policy.num_layers * num_heads * head_dim * policy.dtype.itemsize
+    one_answer = longest_prompt + max(rollout.max_response_len, config.eval_sampling().max_response_len) + 2 * page
+    return max(one_answer, min(most, int(config.engine.kv_cache_gb * 1e9 / bytes_a_token)))
+
+
+def kv_tokens(num_prompts: int, num_answers: int, prompt_len: int, response_len: int, config: Config) -> int:
+    """KV tokens of answers at full length that share their prompts, `engine.max_running` of them at a time."""
+    page = config.engine.page_size
+    running = min(num_prompts * num_answers, config.engine.max_running)
+    prompts = min(num_prompts, running)
+    # the last page of a prompt and of an answer may be all but empty
+    return prompts * (prompt_len + page) + running * (response_len + page)
+
+
+def _build_worker(config: Config, placement: Placement, tracking: Tracking) -> TrainWorker:
+    from limes.training.worker import TrainWorker
+
+    shared = placement.shared
+    assert shared.policy is not None, "the rollout manager is built first"
+    assert shared.engine is not None
+    return TrainWorker(shared.policy, config, engine=shared.engine, samples_folder=tracking.folder.rollouts)

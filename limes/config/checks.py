@@ -1,0 +1,154 @@
+"""Rules that span several settings: each check yields one sentence a problem: setting, value, fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from limes.config.derived import effective, value_of
+
+if TYPE_CHECKING:
+    from limes.config.root import Config
+
+NEUTRAL_CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0}
+"""Sampling values that leave the distribution whole; all else makes the engine sample from another policy."""
+
+
+def problems(config: Config) -> list[str]:
+    """All problems of a configuration. The rules of training are left out when `rollout.num_rollout` is 0."""
+    checks = ALWAYS if config.rollout.num_rollout == 0 else ALWAYS + TRAINING
+    return [problem for check in checks for problem in check(config)]
+
+
+def _length_of_run(config: Config) -> Iterator[str]:
+    if config.rollout.num_rollout is None and config.rollout.num_epoch is None:
+        yield "rollout.num_rollout and rollout.num_epoch are both unset; set one of them"
+
+
+def _answers_fit(config: Config) -> Iterator[str]:
+    minimum, context, kv = config.rollout.min_new_tokens, config.engine.max_context_len, config.engine.kv_cache_tokens
+    prompt = config.data.max_prompt_len or 1
+    for path in ("rollout.max_response_len", "eval.max_response_len"):
+        if path.startswith("eval") and value_of(config, path) is None:
+            continue
+        longest = value_of(config, path)
+        if minimum > longest:
+            yield f"rollout.min_new_tokens = {minimum} is above {path} = {longest}; lower it to {longest} or less"
+        for name, room in (("engine.max_context_len", context), ("engine.kv_cache_tokens", kv)):
+            if room is not None and prompt + longest > room:
+                asked = f"data.max_prompt_len = {prompt}" if config.data.max_prompt_len else "a prompt of 1 token"
+                yield (
+                    f"{name} = {room} does not hold {asked} and {path} = {longest}; "
+                    f"raise it to {prompt + longest} or more, or shorten the answer"
+                )
+
+
+def _eval_answers_differ(config: Config) -> Iterator[str]:
+    num = config.eval.n_samples_per_prompt
+    if num > 1 and effective(config, "eval.temperature") == 0:
+        yield (
+            f"eval.n_samples_per_prompt = {num} draws the same answer {num} times at temperature 0; "
+            "set it to 1, or eval.temperature above 0"
+        )
+
+
+def _run_name(config: Config) -> Iterator[str]:
+    name = config.run.name
+    if name is not None and (name in ("", ".", "..") or "/" in name or "\\" in name):
+        yield f'run.name = "{name}" is not a folder name; leave out slashes, and set run.dir for the place'
+
+
+def _grader_of_groups(config: Config) -> Iterator[str]:
+    if config.reward.group and not config.reward.terms and ":" not in config.reward.kind:
+        yield (
+            f'reward.group = true needs a grader of your own, not reward.kind = "{config.reward.kind}"; '
+            "set reward.kind to module:function, or reward.group to false"
+        )
+
+
+def _over_sampling(config: Config) -> Iterator[str]:
+    over, batch = config.rollout.over_sampling_batch_size, config.rollout.batch_size
+    if over is not None and over < batch:
+        yield (
+            f"rollout.over_sampling_batch_size = {over} is below rollout.batch_size = {batch}; "
+            f"raise it to {batch} or more, or leave it out"
+        )
+
+
+def _steps_divide(config: Config) -> Iterator[str]:
+    prompts, answers = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    steps, samples = config.trainer.num_steps_per_rollout, prompts * answers
+    if samples % steps:
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        near = sorted(sorted(divisors, key=lambda n: abs(n - steps))[:3])
+        yield (
+            f"trainer.num_steps_per_rollout = {steps} does not divide the {samples} samples of a rollout "
+            f"(rollout.batch_size {prompts} x rollout.n_samples_per_prompt {answers}); "
+            f"use {', '.join(map(str, near))}, or change the batch"
+        )
+
+
+def _groups_compare(config: Config) -> Iterator[str]:
+    if config.algorithm.advantage_estimator == "grpo" and config.rollout.n_samples_per_prompt == 1:
+        yield (
+            "rollout.n_samples_per_prompt = 1 leaves algorithm.advantage_estimator = grpo nothing to compare: "
+            "every advantage would be 0; use 2 or more"
+        )
+
+
+def _one_policy(config: Config) -> Iterator[str]:
+    if config.rollout.temperature == 0:
+        yield (
+            "rollout.temperature = 0 draws the same answer for a whole group; use a value above 0 "
+            "(eval.temperature may be 0)"
+        )
+    for name, neutral in NEUTRAL_CUTS.items():
+        value = getattr(config.rollout, name)
+        if value != neutral:
+            elsewhere = f" (eval.{name} may differ)" if hasattr(config.eval, name) else ""
+            yield (
+                f"rollout.{name} = {value} makes the engine sample from another distribution than the trainer scores; "
+                f"set it to {neutral} for training{elsewhere}"
+            )
+
+
+def _clip_range(config: Config) -> Iterator[str]:
+    low, high, dual = config.algorithm.eps_clip, config.algorithm.eps_clip_high, config.algorithm.eps_clip_c
+    if high is not None and high < low:
+        yield f"algorithm.eps_clip_high = {high} is below algorithm.eps_clip = {low}; raise it to {low} or leave it out"
+    bound = 1 + (low if high is None else high)
+    if dual is not None and dual <= bound:
+        yield f"algorithm.eps_clip_c = {dual} is inside the clip range, which ends at {bound:g}; use more, such as 3"
+
+
+def _aggregation(config: Config) -> Iterator[str]:
+    constant, how = config.algorithm.aggregation_constant, config.algorithm.aggregation
+    if constant is not None and how != "constant":
+        yield (
+            f"algorithm.aggregation_constant = {constant} has no effect with algorithm.aggregation = {how}; "
+            "set algorithm.aggregation to constant, or leave the constant out"
+        )
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    lowest, peak, shape = config.trainer.min_lr, config.trainer.lr, config.trainer.lr_schedule
+    if shape == "constant" and lowest:
+        yield (
+            f"trainer.min_lr = {lowest} has no effect with trainer.lr_schedule = constant; "
+            "set the schedule to linear or cosine, or leave trainer.min_lr out"
+        )
+    elif lowest > peak:
+        yield f"trainer.min_lr = {lowest} is above trainer.lr = {peak}; lower it to {peak} or less"
+
+
+Check = Callable[["Config"], Iterator[str]]
+ALWAYS: tuple[Check, ...] = (_length_of_run, _answers_fit, _eval_answers_differ, _run_name, _grader_of_groups)
+TRAINING: tuple[Check, ...] = (
+    _over_sampling,
+    _steps_divide,
+    _groups_compare,
+    _one_policy,
+    _clip_range,
+    _aggregation,
+    _schedule,
+)

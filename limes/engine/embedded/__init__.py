@@ -1,0 +1,1 @@
+"""The embedded engine: it samples with the training module itself."""

@@ -1,0 +1,349 @@
+"""The embedded engine: samples answers with the training module itself, on the same tensors, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from limes.engine.embedded.forward import forward_step
+from limes.engine.embedded.kv_cache import KVCache
+from limes.engine.embedded.sampler import Draw, sample_tokens
+from limes.engine.embedded.scheduler import Scheduler
+from limes.engine.embedded.sequence import Answer, Prompt
+from limes.engine.embedded.stopping import finish_reason
+from limes.engine.protocol import (
+    EngineError,
+    EngineHealth,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    OnToken,
+    PauseMode,
+)
+from limes.models.policy import Policy
+
+T = TypeVar("T")
+TAGS = frozenset({"weights", "kv_cache", "cuda_graph"})
+
+
+@dataclass
+class EngineCounters:
+    """Tokens since the start: computed in pieces, found in shared pages, and sampled."""
+
+    num_prefill_tokens: int = 0
+    num_shared_tokens: int = 0
+    num_sampled_tokens: int = 0
+    num_steps: int = 0
+
+
+class EmbeddedEngine:
+    """See `limes.engine.protocol.Engine`.
+
+    All state belongs to the engine's thread; calls from outside are queued as commands and run between two steps. The
+    weights are the policy's own tensors: whoever changes them does it while the engine is idle or paused, then calls
+    `set_weight_version`.
+
+    Args:
+        policy: the model that is trained.
+        kv_cache_tokens: room of the KV cache, rounded up to whole pages.
+        page_size, max_running, prefill_chunk: see `EngineConfig`.
+        max_context_len: longest prompt plus answer, at most the model's.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        kv_cache_tokens: int,
+        page_size: int = 16,
+        max_running: int = 128,
+        prefill_chunk: int = 512,
+        max_context_len: int | None = None,
+    ) -> None:
+        self.policy = policy
+        num_pages = -(-kv_cache_tokens // page_size)
+        self._num_slots = num_pages * page_size
+        self._scheduler = Scheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_running=max_running,
+            prefill_chunk=prefill_chunk,
+            max_context_len=min(max_context_len or policy.max_context_len, policy.max_context_len),
+        )
+        self._cache: KVCache | None = KVCache(policy, self._num_slots)
+        self._resident = set(TAGS)
+        self._answers: dict[str, Answer] = {}
+        self._version = 0
+        self._paused = False
+        self._closing = False
+        self._error: BaseException | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self.counters = EngineCounters()
+        self._thread = threading.Thread(target=self._run, name="limes-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: GenerateRequest, on_token: OnToken | None = None) -> GenerateResult:
+        """See `Engine.generate`. Cancelling the call aborts the answer."""
+        self._scheduler.check_fits(len(request.prompt_ids), request.sampling.max_new_tokens)
+        future: Future[GenerateResult] = Future()
+        self._post(lambda: self._start(request, on_token, future), future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            await self.abort([request.request_id])
+            raise
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `Engine.abort`; unknown or finished ids are ignored."""
+        names = None if request_ids is None else list(request_ids)
+        await self._call(lambda: self._abort(names))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engine.pause`."""
+        await self._call(lambda: self._pause(mode))
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await self._call(lambda: setattr(self, "_paused", False))
+
+    async def flush_cache(self) -> None:
+        """See `Engine.flush_cache`."""
+        await self._call(self._scheduler.forget_prompts)
+
+    async def offload(self, tags: Iterable[str]) -> None:
+        """See `Engine.offload`. The weights are the trainer's: offloading them frees nothing here.
+
+        Raises:
+            ValueError: unknown tag, a tag that is not resident, or answers in flight.
+        """
+        names = self._known(tags)
+        await self._call(lambda: self._offload(names))
+
+    async def onload(self, tags: Iterable[str]) -> None:
+        """See `Engine.onload`.
+
+        Raises:
+            ValueError: unknown tag, or a tag that is resident already.
+        """
+        names = self._known(tags)
+        await self._call(lambda: self._onload(names))
+
+    async def weight_version(self) -> int:
+        """See `Engine.weight_version`."""
+        return self._version
+
+    async def set_weight_version(self, version: int) -> None:
+        """The shared weights have changed: tokens carry `version` from now on and cached prefixes are forgotten.
+
+        Raises:
+            ValueError: the version falls.
+        """
+        await self._call(lambda: self._set_version(version))
+
+    async def health(self) -> EngineHealth:
+        """See `Engine.health`."""
+        pool = self._scheduler.pool
+        size = self._scheduler.page_size
+        return EngineHealth(
+            alive=self._thread.is_alive() and self._error is None,
+            paused=self._paused,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_tokens_used=(pool.num_pages - pool.num_available) * size,
+            kv_tokens_total=pool.num_pages * size,
+            resident=frozenset(self._resident),
+            weight_version=self._version,
+            error=None if self._error is None else repr(self._error),
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # The rest runs on the engine's thread, except _call and _post.
+
+    async def _call(self, command: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(command())
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                future.set_exception(error)
+
+        self._post(run, future)
+        return await asyncio.wrap_future(future)
+
+    def _post(self, command: Callable[[], None], future: Future[Any]) -> None:
+        with self._wake:
+            if self._error is not None or self._closing:
+                cause = "is closed" if self._error is None else f"died: {self._error!r}"
+                future.set_exception(EngineError(f"the embedded engine {cause}"))
+                return
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._run_commands():
+                if not self._paused and self._scheduler.has_work:
+                    self._step()
+        except BaseException as error:  # noqa: BLE001 - every waiting call gets it
+            self._error = error
+        with self._wake:
+            self._closing = True
+            commands, self._commands = list(self._commands), deque()
+        if self._error is None:
+            for command in commands:
+                command()
+        for answer in list(self._answers.values()):
+            self._settle(answer, FinishReason.ABORT)
+        if self._error is not None:
+            for command in commands:
+                command()
+
+    def _run_commands(self) -> bool:
+        """Run queued commands, waiting for one if there is nothing else to do; False when the engine closes."""
+        with self._wake:
+            while not (self._commands or self._closing or (self._scheduler.has_work and not self._paused)):
+                self._wake.wait()
+            commands, self._commands = list(self._commands), deque()
+        for command in commands:
+            command()
+        return not self._closing
+
+    def _start(self, request: GenerateRequest, on_token: OnToken | None, future: Future[GenerateResult]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if request.request_id in self._answers:
+            future.set_exception(ValueError(f"request id {request.request_id!r} is already running"))
+            return
+        if self._resident != TAGS:
+            missing = sorted(TAGS - self._resident)
+            future.set_exception(EngineError(f"cannot generate while {missing} are offloaded; call onload first"))
+            return
+        prompt = self._scheduler.prompt_for(tuple(request.prompt_ids))
+        ends = frozenset((*self.policy.end_token_ids, *request.sampling.stop_token_ids))
+        answer = Answer(request, prompt, future, on_token, ends)
+        self._answers[request.request_id] = answer
+        self._scheduler.add(answer)
+
+    def _abort(self, names: list[str] | None) -> None:
+        for answer in list(self._answers.values()) if names is None else [self._answers.get(name) for name in names]:
+            if answer is not None:
+                self._finish(answer, FinishReason.ABORT)
+
+    def _pause(self, mode: PauseMode) -> None:
+        self._paused = True
+        if mode == "abort":
+            self._abort(None)
+        elif mode == "retract":
+            for answer in reversed(self._scheduler.running[:]):
+                self._scheduler.retract(answer)
+
+    def _known(self, tags: Iterable[str]) -> set[str]:
+        names = set(tags)
+        if names - TAGS:
+            raise ValueError(f"unknown memory tags {sorted(names - TAGS)}; known are {sorted(TAGS)}")
+        return names
+
+    def _offload(self, names: set[str]) -> None:
+        if self._answers:
+            raise ValueError(f"cannot offload {sorted(names)} while {len(self._answers)} answers are in flight")
+        if names - self._resident:
+            raise ValueError(f"{sorted(names - self._resident)} are offloaded already")
+        self._scheduler.forget_prompts()
+        if "kv_cache" in names:
+            self._cache = None
+        self._resident -= names
+
+    def _onload(self, names: set[str]) -> None:
+        if names & self._resident:
+            raise ValueError(f"{sorted(names & self._resident)} are resident already")
+        if "kv_cache" in names:
+            self._cache = KVCache(self.policy, self._num_slots)
+        self._resident |= names
+
+    def _set_version(self, version: int) -> None:
+        if version < self._version:
+            raise ValueError(f"weight version {version} is older than the engine's {self._version}")
+        self._version = version
+        self._scheduler.forget_prompts()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        scheduler, cache = self._scheduler, self._cache
+        assert cache is not None
+        step = scheduler.next_step()
+        drawing: list[Answer] = []
+        hidden: list[Tensor] = []
+        if step.decodes or step.pieces:
+            decoded, ends = forward_step(self.policy, cache, step)
+            scheduler.computed(step)
+            drawing, hidden = list(step.decodes), [decoded]
+            for piece, end in zip(step.pieces, ends, strict=True):
+                if piece.completes and isinstance(piece.owner, Prompt):
+                    scheduler.prompt_is_ready(piece.owner, end.clone())
+                elif piece.completes:
+                    drawing.append(piece.owner)  # type: ignore[arg-type]
+                    hidden.append(end[None])
+        for answer in scheduler.running:
+            if answer.prompt.ready and not answer.token_ids:
+                assert answer.prompt.last_hidden is not None
+                drawing.append(answer)
+                hidden.append(answer.prompt.last_hidden[None])
+        self.counters.num_steps += 1
+        self.counters.num_prefill_tokens += sum(piece.num for piece in step.pieces)
+        self.counters.num_shared_tokens = scheduler.num_prompt_tokens_shared
+        if drawing:
+            self._draw(drawing, torch.cat(hidden))
+
+    def _draw(self, answers: list[Answer], hidden_RE: Tensor) -> None:
+        logits_RV = torch.nn.functional.linear(hidden_RE, self.policy.head_weight).float()
+        draws = [Draw(a.request.sampling, a.request.key, a.position, _banned(a)) for a in answers]
+        tokens, log_probs = sample_tokens(logits_RV, draws)
+        self.counters.num_sampled_tokens += len(tokens)
+        for answer, token, log_prob in zip(answers, tokens, log_probs, strict=True):
+            answer.token_ids.append(token)
+            answer.log_probs.append(log_prob)
+            answer.weight_versions.append(self._version)
+            if answer.on_token is not None:
+                answer.on_token(token, log_prob)
+            reason = finish_reason(answer, self.policy.tokenizer)
+            if reason is not None:
+                self._finish(answer, reason)
+
+    def _finish(self, answer: Answer, reason: FinishReason) -> None:
+        self._scheduler.finish(answer)
+        self._settle(answer, reason)
+
+    def _settle(self, answer: Answer, reason: FinishReason) -> None:
+        """Hand the answer to whoever waits for it."""
+        del self._answers[answer.request.request_id]
+        if self._error is not None:
+            answer.future.set_exception(EngineError(f"the embedded engine died: {self._error!r}"))
+            return
+        answer.future.set_result(
+            GenerateResult(
+                answer.request.request_id, answer.token_ids, answer.log_probs, answer.weight_versions, reason
+            )
+        )
+
+
+def _banned(answer: Answer) -> tuple[int, ...]:
+    """End tokens, while the answer is shorter than its least length."""
+    return tuple(answer.end_token_ids) if answer.position < answer.request.sampling.min_new_tokens else ()

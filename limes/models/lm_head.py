@@ -1,0 +1,136 @@
+"""Log-probs and entropies from the LM head, a chunk of rows at a time, with their own backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadTargets:
+    """Which (hidden row, token) pairs are scored.
+
+    Pairs are sorted by row: those of hidden row p are `offsets[p] .. offsets[p + 1]`, so one row of logits serves all
+    tokens that followed it.
+
+    Attributes:
+        row_M: hidden row of each pair, int64, not decreasing.
+        token_M: token id of each pair, int64.
+        offsets: one more entry than there are hidden rows.
+    """
+
+    row_M: Tensor
+    token_M: Tensor
+    offsets: list[int]
+
+
+def head_log_probs(
+    hidden_PE: Tensor,
+    weight_VE: Tensor,
+    targets: HeadTargets,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each pair and entropy of each hidden row, of softmax(hidden @ weight.T / temperature).
+
+    At most `[chunk, V]` logits exist at a time; the backward pass computes them again. Softmax runs in float32 (float64
+    for float64 input).
+
+    Args:
+        hidden_PE: final hidden states of the rows that are scored.
+        weight_VE: the LM head.
+        temperature: the sampling temperature, above 0.
+        chunk: rows of logits at a time.
+        entropy_grad: let gradients flow through the entropies; they are detached otherwise.
+
+    Returns:
+        log_probs `[M]` and entropies `[P]`, float32 (float64 for float64 input).
+    """
+    assert temperature > 0
+    assert len(targets.offsets) == hidden_PE.shape[0] + 1
+    log_probs, entropies = _HeadLogProbs.apply(hidden_PE, weight_VE, targets, temperature, chunk)
+    return log_probs, entropies if entropy_grad else entropies.detach()
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_PE: Tensor, weight_VE: Tensor, targets: HeadTargets, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        num_rows = hidden_PE.shape[0]
+        dtype = torch.float64 if hidden_PE.dtype == torch.float64 else torch.float32
+        log_probs = hidden_PE.new_empty(targets.token_M.shape[0], dtype=dtype)
+        normalisers = hidden_PE.new_empty(num_rows, dtype=dtype)
+        entropies = hidden_PE.new_empty(num_rows, dtype=dtype)
+        logits = _Logits(hidden_PE, weight_VE, temperature, chunk)
+        for start in range(0, num_rows, chunk):
+            end = min(start + chunk, num_rows)
+            logits_CV = logits(start, end)
+            pairs = slice(targets.offsets[start], targets.offsets[end])
+            chosen = logits_CV[targets.row_M[pairs] - start, targets.token_M[pairs]]
+            peak = logits_CV.amax(-1, keepdim=True)
+            shifted_CV = logits_CV.sub_(peak)
+            probs_CV = shifted_CV.exp()
+            sum_C = probs_CV.sum(-1)
+            normalisers[start:end] = sum_C.log() + peak[:, 0]
+            entropies[start:end] = sum_C.log() - probs_CV.mul_(shifted_CV).sum(-1) / sum_C
+            log_probs[pairs] = chosen - normalisers[start:end].index_select(0, targets.row_M[pairs] - start)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden_PE, weight_VE, normalisers, entropies)
+        ctx.targets, ctx.temperature, ctx.chunk = targets, temperature, chunk
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
+        grad_log_probs_M, grad_entropies_P = grads
+        hidden_PE, weight_VE, normalisers, entropies = ctx.saved_tensors
+        targets: HeadTargets = ctx.targets
+        grad_hidden = torch.empty_like(hidden_PE)
+        grad_weight = torch.zeros_like(weight_VE, dtype=normalisers.dtype)
+        if grad_log_probs_M is None:
+            grad_log_probs_M = normalisers.new_zeros(targets.token_M.shape[0])
+        logits = _Logits(hidden_PE, weight_VE, ctx.temperature, ctx.chunk)
+        for start in range(0, hidden_PE.shape[0], ctx.chunk):
+            end = min(start + ctx.chunk, hidden_PE.shape[0])
+            pairs = slice(targets.offsets[start], targets.offsets[end])
+            row_M, token_M, grad_M = targets.row_M[pairs] - start, targets.token_M[pairs], grad_log_probs_M[pairs]
+            log_p_CV = logits(start, end).sub_(normalisers[start:end, None])
+            pull_C = grad_M.new_zeros(end - start).index_add_(0, row_M, grad_M)
+            if grad_entropies_P is None:
+                grad_CV = log_p_CV.exp_().mul_(pull_C.neg_()[:, None])
+            else:  # dH/dlogit_j = -p_j (log p_j + H)
+                push_C = grad_entropies_P[start:end]
+                slope_CV = (log_p_CV + entropies[start:end, None]).mul_(push_C[:, None]).add_(pull_C[:, None])
+                grad_CV = log_p_CV.exp_().mul_(slope_CV).neg_()
+            grad_CV.view(-1).index_add_(0, row_M * weight_VE.shape[0] + token_M, grad_M)
+            grad_CV = grad_CV.div_(ctx.temperature).to(hidden_PE.dtype)
+            torch.mm(grad_CV, weight_VE, out=grad_hidden[start:end])
+            _accumulate_outer(grad_weight, grad_CV, hidden_PE[start:end])
+        return grad_hidden, grad_weight.to(weight_VE.dtype), None, None, None
+
+
+def _accumulate_outer(total_VE: Tensor, grad_CV: Tensor, hidden_CE: Tensor) -> None:
+    if total_VE.dtype == hidden_CE.dtype:
+        total_VE.addmm_(grad_CV.T, hidden_CE)
+    else:
+        total_VE += grad_CV.T @ hidden_CE
+
+
+class _Logits:
+    """Chunks of tempered logits; one buffer serves all chunks where no cast is needed."""
+
+    def __init__(self, hidden_PE: Tensor, weight_VE: Tensor, temperature: float, chunk: int) -> None:
+        self.hidden_PE, self.weight_VE, self.temperature = hidden_PE, weight_VE, temperature
+        rows = min(chunk, hidden_PE.shape[0])
+        self.buffer_CV = hidden_PE.new_empty(rows, weight_VE.shape[0])
+
+    def __call__(self, start: int, end: int) -> Tensor:
+        logits_CV = torch.mm(self.hidden_PE[start:end], self.weight_VE.T, out=self.buffer_CV[: end - start])
+        if logits_CV.dtype not in (torch.float32, torch.float64):
+            logits_CV = logits_CV.float()
+        return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)

@@ -1,0 +1,98 @@
+"""The policy: one causal language model whose tensors trainer and engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from limes.models.attention import AttentionPlan, use_limes_attention
+from limes.models.cpu_linear import use_cpu_linears
+
+
+@dataclass
+class Policy:
+    """A model ready for packed forward passes, with what belongs to it.
+
+    Attributes:
+        model: a transformers causal LM that attends through plans.
+        tokenizer: its tokenizer, chat template included.
+        end_token_ids: ids that end an answer.
+        max_context_len: longest sequence in tokens.
+        folder: where its files came from.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    end_token_ids: tuple[int, ...]
+    max_context_len: int
+    folder: Path | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        return self.head_weight.dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The LM head, `[V, E]`."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Key heads and head size."""
+        config = self.model.config.get_text_config()
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+    def hidden(self, token_ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan) -> Tensor:
+        """Final hidden states `[N, E]` of packed tokens."""
+        output = self.model.base_model(
+            input_ids=token_ids_N[None], position_ids=positions_N[None], use_cache=False, attention_plan=plan
+        )
+        return output.last_hidden_state[0]
+
+
+def make_policy(model: PreTrainedModel, tokenizer: Any, *, folder: Path | None = None) -> Policy:
+    """Turn a loaded model into a policy, in place."""
+    use_limes_attention(model)
+    use_cpu_linears(model)
+    model.eval()
+    settings = model.config.get_text_config()
+    windows = sliding_windows(settings)
+    context = min([settings.max_position_embeddings, *windows])
+    return Policy(model, tokenizer, find_end_tokens(model, tokenizer, folder), context, folder)
+
+
+def sliding_windows(settings: Any) -> list[int]:
+    """Window lengths of the layers that see only the last tokens."""
+    window = getattr(settings, "sliding_window", None)
+    kinds = getattr(settings, "layer_types", None)
+    sliding = "sliding_attention" in kinds if kinds else bool(window) and getattr(settings, "use_sliding_window", True)
+    return [int(window)] if window and sliding else []
+
+
+def find_end_tokens(model: PreTrainedModel, tokenizer: Any, folder: Path | None) -> tuple[int, ...]:
+    """End ids of the tokenizer, the model's config and, of its generation config, the end ids alone."""
+    generation: Any = model.generation_config
+    if folder is not None and (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder)
+    found: set[int] = set()
+    for value in (tokenizer.eos_token_id, model.config.eos_token_id, getattr(generation, "eos_token_id", None)):
+        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return tuple(sorted(found))

@@ -1,0 +1,49 @@
+"""What a person should know about a rollout or an evaluation, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from limes.records import Sample, Status, TrainShard
+from limes.rollout.metrics import equal_groups
+from limes.rollout.sampling import cause_of, has_answer
+
+MAX_CAUSES = 3
+
+
+def rollout_remarks(samples: Sequence[Sample], shard: TrainShard) -> list[str]:
+    """Why a rollout trains nothing or moves nothing, and what failed in it; empty when all is well."""
+    remarks = failure_remarks(samples)
+    num_equal, num_scored = equal_groups(shard)
+    if not num_scored:
+        remarks.append(f"nothing to train on: none of {len(samples)} answers has a reward that trains")
+    elif num_equal == num_scored:
+        remarks.append("no signal: in every group all rewards are equal, so this step moves nothing")
+    return remarks
+
+
+def failure_remarks(samples: Sequence[Sample]) -> list[str]:
+    """What failed: answers, and grading apart from them."""
+    failed = [sample for sample in samples if sample.status is Status.FAILED]
+    ungraded = [sample for sample in samples if has_answer(sample) and sample.reward is None and sample.error]
+    remarks = []
+    if failed:
+        remarks.append(f"{len(failed)} of {len(samples)} answers failed: {list_causes(failed)}")
+    if ungraded:
+        remarks.append(f"{len(ungraded)} of {len(samples)} answers could not be graded: {list_causes(ungraded)}")
+    return remarks
+
+
+def list_causes(samples: Iterable[Sample]) -> str:
+    """The most frequent causes, each with its count and the first message."""
+    firsts: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for sample in samples:
+        error = sample.error or "unknown"
+        cause = cause_of(error)
+        firsts.setdefault(cause, error)
+        counts[cause] = counts.get(cause, 0) + 1
+    ranked = sorted(counts, key=lambda cause: -counts[cause])
+    texts = [f"{counts[cause]} x {' '.join(firsts[cause].split())[:200]}" for cause in ranked[:MAX_CAUSES]]
+    left = len(ranked) - MAX_CAUSES
+    return "; ".join(texts) + (f"; and {left} more kinds" if left > 0 else "")

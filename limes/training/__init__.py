@@ -1,0 +1,1 @@
+"""The train worker and its parts."""

@@ -1,0 +1,144 @@
+"""Packing: many sequences become one run of tokens in which common beginnings stand once.
+
+Sorted by their tokens, each sequence shares its longest common beginning with the one before it. What is shared is
+computed once, forward and backward: a token's hidden state depends on its own beginning alone, so log-probs and
+gradients equal those of separate sequences. Nothing is padded, and the last token of a sequence, whose output nobody
+reads, is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from limes.models.attention import Row, RowAttention
+from limes.models.lm_head import HeadTargets
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Packed tokens of one forward pass.
+
+    Attributes:
+        token_ids: `[N]` tokens that are computed.
+        positions: `[N]` their positions in their sequences.
+        attention: who attends to whom; an attention plan.
+        head_rows: `[P]` packed tokens whose logits are needed.
+        targets: scored tokens of each head row, M pairs.
+        pair_index: `[T]` for each response token of each sequence, in the order the sequences were given, its pair.
+        lengths: response tokens of each sequence; they sum to T.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: TreeAttention
+    head_rows: Tensor
+    targets: HeadTargets
+    pair_index: Tensor
+    lengths: list[int]
+
+    @property
+    def head_row_index(self) -> Tensor:
+        """`[T]` for each response token, the head row that predicted it."""
+        return self.targets.row_M.index_select(0, self.pair_index)
+
+
+class TreeAttention:
+    """An attention plan in which keys and values are those of the same forward pass."""
+
+    def __init__(self, rows: Sequence[Row], num_tokens: int, device: torch.device) -> None:
+        self.rows = RowAttention(rows, num_tokens, device)
+
+    def attend(self, layer: int, query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, scale: float) -> Tensor:
+        """See `AttentionPlan.attend`."""
+        key_NKD, value_NKD = key_KND.transpose(0, 1), value_KND.transpose(0, 1)
+
+        def gather(index: Tensor) -> tuple[Tensor, Tensor]:
+            return key_NKD.index_select(0, index), value_NKD.index_select(0, index)
+
+        return self.rows.attend(query_HND.transpose(0, 1), gather, scale)
+
+
+def pack(
+    sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], device: torch.device, *, share: bool = True
+) -> PackedBatch:
+    """Pack sequences whose last `response_lengths` tokens are scored.
+
+    Args:
+        sequences: prompt and response ids; each prompt has at least one token.
+        share: compute common beginnings once.
+    """
+    arrays = [np.asarray(tokens, dtype=np.int64) for tokens in sequences]
+    assert all(len(a) > n for a, n in zip(arrays, response_lengths, strict=True)), "every prompt has a token"
+    token_parts: list[np.ndarray] = []
+    position_parts: list[np.ndarray] = []
+    rows: list[Row] = []
+    paths: dict[int, np.ndarray] = {}
+    num, previous = 0, None
+    for i, shared in _sorted_with_shared(arrays, share):
+        new = arrays[i][shared:-1]
+        beginning = paths[previous][:shared] if previous is not None else np.empty(0, dtype=np.int64)
+        paths[i] = np.concatenate([beginning, num + np.arange(len(new))])
+        if len(new):
+            rows.append(Row(num, len(new), paths[i]))
+        token_parts.append(new)
+        position_parts.append(shared + np.arange(len(new)))
+        num, previous = num + len(new), i
+    parents = [paths[i][len(a) - 1 - n :] for i, (a, n) in enumerate(zip(arrays, response_lengths, strict=True))]
+    scored = [a[len(a) - n :] for a, n in zip(arrays, response_lengths, strict=True)]
+    head_rows, targets, pair_index = _head(np.concatenate(parents), np.concatenate(scored), device)
+    return PackedBatch(
+        token_ids=torch.from_numpy(np.concatenate(token_parts)).to(device),
+        positions=torch.from_numpy(np.concatenate(position_parts)).to(device),
+        attention=TreeAttention(rows, num, device),
+        head_rows=head_rows,
+        targets=targets,
+        pair_index=pair_index,
+        lengths=list(response_lengths),
+    )
+
+
+def cut_micro_batches(sequences: Sequence[Sequence[int]], max_tokens: int, *, share: bool = True) -> list[list[int]]:
+    """Split sequences into packs of at most `max_tokens` computed tokens; a longer sequence goes alone.
+
+    Neighbours in sorted order stay together, so that groups share their prompts.
+    """
+    arrays = [np.asarray(tokens, dtype=np.int64) for tokens in sequences]
+    batches: list[list[int]] = []
+    room = 0
+    for i, shared in _sorted_with_shared(arrays, share):
+        cost = len(arrays[i]) - 1
+        if not batches or cost - shared > room:
+            batches.append([])
+            room, shared = max_tokens, 0
+        batches[-1].append(i)
+        room -= cost - shared
+    return [sorted(batch) for batch in batches]
+
+
+def _sorted_with_shared(arrays: list[np.ndarray], share: bool) -> list[tuple[int, int]]:
+    """Indices in order of their tokens, each with how many computed tokens it has in common with the one before."""
+    if not share:
+        return [(i, 0) for i in range(len(arrays))]
+    order = sorted(range(len(arrays)), key=lambda i: (arrays[i].tolist(), i))
+    shared = [0]
+    for before, after in pairwise(order):
+        a, b = arrays[before][:-1], arrays[after][:-1]
+        num = min(len(a), len(b))
+        differ = np.flatnonzero(a[:num] != b[:num])
+        shared.append(int(differ[0]) if len(differ) else num)
+    return list(zip(order, shared, strict=True))
+
+
+def _head(parents: np.ndarray, tokens: np.ndarray, device: torch.device) -> tuple[Tensor, HeadTargets, Tensor]:
+    """Distinct (parent, token) pairs, sorted by parent, and where each response token finds its pair."""
+    pairs, pair_index = np.unique(np.stack([parents, tokens]), axis=1, return_inverse=True)
+    head_rows, row_of_pair = np.unique(pairs[0], return_inverse=True)
+    offsets = np.searchsorted(row_of_pair, np.arange(len(head_rows) + 1)).tolist()
+    targets = HeadTargets(torch.from_numpy(row_of_pair).to(device), torch.from_numpy(pairs[1]).to(device), offsets)
+    return torch.from_numpy(head_rows).to(device), targets, torch.from_numpy(pair_index.ravel()).to(device)
