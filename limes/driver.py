@@ -83,7 +83,7 @@ def run_to_the_end(
     1; a fault of the settings stays a `ValueError`.
     """
     config = resolved.config
-    set_num_threads(config.cluster.num_threads)
+    prepare_process(config)
     with Console() as console:
         tracking = init_tracking(config, resolved.recipe.stem if resolved.recipe else default_name, console)
         outcome = "failed"
@@ -94,18 +94,23 @@ def run_to_the_end(
             outcome, code = "interrupted", INTERRUPTED
         except (EngineError, NoGroupsLeft, RoleEnded) as error:
             outcome, code = f"failed: {error}", FAILED
+        except ValueError:
+            outcome = "refused"  # its message is for the user and comes from whoever catches it
+            raise
         finally:
             tracking.finish(outcome)
     leave_busy_threads_behind(code)
     return code
 
 
-def set_num_threads(num_threads: int) -> None:
-    """CPU threads of torch, for every role of this process; 0 leaves torch's choice."""
-    if num_threads:
-        import torch
+def prepare_process(config: Config) -> None:
+    """Set torch's CPU threads for every role of this process, and keep library progress bars out of our own."""
+    import torch
+    from transformers.utils import logging
 
-        torch.set_num_threads(num_threads)
+    logging.disable_progress_bar()
+    if config.cluster.num_threads:
+        torch.set_num_threads(config.cluster.num_threads)
 
 
 def leave_busy_threads_behind(code: int) -> None:

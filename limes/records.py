@@ -79,7 +79,7 @@ class Sample:
         assert weight_versions is not None
         if len(log_probs) != num or len(weight_versions) != num:
             raise ValueError(
-                f"{num} tokens, {len(log_probs)} log_probs and {len(weight_versions)} weight_versions differ"
+                f"{num} tokens, {len(log_probs)} log_probs, {len(weight_versions)} weight_versions"
             )
         self.tokens.extend(tokens)
         self.loss_mask.extend([int(trainable)] * num)

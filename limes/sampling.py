@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from limes.cluster.roles import load_model, start_engine
 from limes.config import Config, Resolved
 from limes.data import PromptRenderer
-from limes.driver import DONE, INTERRUPTED, leave_busy_threads_behind, set_num_threads
+from limes.driver import DONE, INTERRUPTED, leave_busy_threads_behind, prepare_process
 from limes.engine.protocol import GenerateRequest, GenerateResult, SampleKey
 from limes.rollout.build import sampling_params
 from limes.run import Console
@@ -90,7 +90,7 @@ def run_sample(resolved: Resolved, *, prompt: str) -> int:
     Raises:
         ValueError: the model cannot be had or the prompt does not fit.
     """
-    set_num_threads(resolved.config.cluster.num_threads)
+    prepare_process(resolved.config)
     with Console() as console:
         try:
             asyncio.run(sample(resolved.config, prompt, sys.stdout, console))

@@ -43,7 +43,7 @@ def group_relative(
     """Reward less the group's mean, divided by the group's spread + eps.
 
     GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); with `std="none"` Dr.GRPO (Liu et al. 2025,
-    arXiv:2503.20783, eq. 2).
+    arXiv:2503.20783).
 
     Args:
         rewards: `[num_samples]`, a tensor or numbers; None and NaN are unscored, hence invalid.
@@ -68,7 +68,7 @@ def group_relative(
 def leave_one_out(rewards: Rewards, group_ids: Ids, *, valid: Valid = None, singletons: str = "zero") -> Tensor:
     """Reward less the mean of the group's other valid samples, which is n / (n - 1) times the centred reward.
 
-    RLOO (Ahmadian et al. 2024, arXiv:2402.14740, eq. 7). Arguments, returns and errors as in `group_relative`.
+    RLOO (Ahmadian et al. 2024, arXiv:2402.14740). Arguments, returns and errors as in `group_relative`.
     """
     stats = group_statistics(rewards, group_ids, valid)
     scale = stats.count / (stats.count - 1).clamp(min=1)

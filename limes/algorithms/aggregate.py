@@ -94,7 +94,9 @@ def _plain(losses: Tensor, lengths: Lengths, _sequence_tokens: Tensor, _constant
 
 def _over_constant(losses: Tensor, lengths: Lengths, _sequence_tokens: Tensor, constant: float | None) -> Tensor:
     if constant is None or constant <= 0:
-        raise ValueError(f"aggregation 'constant' with constant={constant}: give a number above 0, like max_response_len")
+        raise ValueError(
+            f"aggregation 'constant' with constant={constant}: give a number above 0, like max_response_len"
+        )
     return losses / constant
 
 

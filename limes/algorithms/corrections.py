@@ -105,7 +105,7 @@ def icepop(
     lengths: Lengths | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Masked importance on tokens with the window of IcePop (Ling team 2025, arXiv:2510.18855, section 3)."""
+    """Masked importance on tokens with the window of IcePop (Ling team 2025, arXiv:2510.18855)."""
     return masked_importance(trainer_log_probs, rollout_log_probs, low=low, high=high, lengths=lengths, mask=mask)
 
 
@@ -132,7 +132,7 @@ def off_policy_sequence_mask(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Reject tokens with a negative advantage in sequences that the policy has left behind.
 
-    OPSM (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, off-policy sequence masking): weight 0 where A < 0 and the
+    OPSM (DeepSeek-V3.2, arXiv:2512.02556, "off-policy sequence masking"): weight 0 where A < 0 and the
     mean of old - current log-probs over the sequence's masked-in tokens is above `delta`; 1 elsewhere.
 
     Args:

@@ -90,8 +90,9 @@ def topk_loss(
     student, student_mass = _restrict(student_log_probs, inside)
     teacher, teacher_mass = _restrict(teacher_log_probs.detach(), inside)
     terms = diverge(in_tail(student, student_mass), in_tail(teacher, teacher_mass))
-    padded = torch.cat([inside, inside.any(-1, keepdim=True).expand(-1, terms.shape[1] - inside.shape[1])], dim=1)
-    loss = torch.where(padded, terms, 0.0).sum(-1)
+    has_any = inside.any(-1, keepdim=True)
+    bins = has_any.expand(-1, terms.shape[1] - inside.shape[1])  # the tail's column, where there is one
+    loss = torch.where(torch.cat([inside, bins], dim=1), terms, 0.0).sum(-1)
     return loss, _support_metrics(inside, student_mass, teacher_mass)
 
 

@@ -39,7 +39,7 @@ def penalty(
         kind: one of the table.
         old_log_probs: `[num_tokens]` of the policy that sampled. Given, the estimate is multiplied by
             exp(log_probs - old_log_probs), gradient included: unbiased when the samples are off-policy, and k1 and k3
-            as losses then have the gradient of KL(policy || reference) (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+            as losses then have the gradient of KL(policy || reference) (DeepSeek-V3.2, arXiv:2512.02556).
         mask: `[num_tokens]`, not 0 on trained tokens; elsewhere the penalty and its gradients are 0. None is all.
 
     Returns:

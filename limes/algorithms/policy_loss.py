@@ -41,9 +41,10 @@ def clipped(
     """PPO's clipped surrogate, -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A) with r = exp(log_probs - old).
 
     PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7). DAPO's clip-higher is `eps_clip_high` (arXiv:2503.14476, eq.
-    8). Dual clip is `eps_clip_c` (Ye et al. 2020, arXiv:1912.09729, eq. 3). With `proximal_log_probs` it is decoupled
-    PPO (Hilton et al. 2021, arXiv:2110.00641, eq. 3): the trust region is around the proximal policy, and
-    exp(proximal - old) weighs each token; `corrections.truncated_importance(proximal, old)` bounds that weight instead.
+    8). Dual clip is `eps_clip_c` (Ye et al. 2020, arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A.
+    With `proximal_log_probs` it is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): the trust region is around the
+    proximal policy, and exp(proximal - old) weighs each token. To bound that weight, leave `proximal_log_probs` out,
+    give the proximal log-probs as the old ones, and weigh by `corrections.truncated_importance(proximal, old)`.
 
     Args:
         log_probs: `[num_tokens]` of the current policy, with gradient; float32 or float64.

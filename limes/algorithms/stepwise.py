@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,19 +60,22 @@ def step_wise(
             that overlaps another.
     """
     scores, counts_in = scored(step_scores, valid)
-    samples = torch.as_tensor(step_samples, dtype=torch.int64)
-    indices = torch.as_tensor(step_indices, dtype=torch.int64)
-    spans = torch.as_tensor(step_spans, dtype=torch.int64).reshape(-1, 2)
-    groups = torch.as_tensor(group_ids, dtype=torch.int64)
+    scores, counts_in = scores.cpu(), counts_in.cpu()
+    samples, indices, groups = _on_cpu(step_samples), _on_cpu(step_indices), _on_cpu(group_ids)
+    spans = _on_cpu(step_spans).reshape(-1, 2)
     check_packed(step_scores=scores, step_samples=samples, step_indices=indices, step_spans=spans[:, 0])
     offsets = _check_spans(samples, spans, as_lengths(lengths, mask.numel(), samples.device))
     if outcomes is not None:
         outcome, outcome_valid = scored(outcomes, None)
-        scores = scores + outcome_coef * outcome[samples]
-        counts_in = counts_in & outcome_valid[samples]
+        scores = scores + outcome_coef * outcome.cpu()[samples]
+        counts_in = counts_in & outcome_valid.cpu()[samples]
     buckets = torch.stack([groups[samples], indices], dim=1).unique(dim=0, return_inverse=True)[1]
     advantages = group_relative(scores, buckets, std=std, eps=eps, valid=counts_in, singletons=singletons)
     return _paint(advantages, offsets + spans[:, 0], offsets + spans[:, 1], mask)
+
+
+def _on_cpu(integers: Tensor | Sequence[Any]) -> Tensor:
+    return torch.as_tensor(integers, dtype=torch.int64, device="cpu")
 
 
 def _check_spans(samples: Tensor, spans: Tensor, lengths: Tensor) -> Tensor:

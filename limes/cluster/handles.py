@@ -63,9 +63,10 @@ class RolloutManagerHandle:
         return await self._call("load", folder)
 
     async def dispose(self) -> None:
-        """End what runs, the engine, the grader, and the role's thread."""
+        """End what runs, the engine, the grader, and the role's thread, however far the role has come."""
         try:
-            await self._call("dispose")
+            if self._actor.alive:
+                await self._call("dispose")
         finally:
             await asyncio.to_thread(self._actor.close)
 

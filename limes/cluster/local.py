@@ -51,6 +51,11 @@ class LocalActor:
         self._thread = threading.Thread(target=self._run, name=f"limes-{name}", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """The role object is built and takes calls."""
+        return self._role is not None and self._ended is None
+
     def ready(self) -> Ref:
         """Resolves when the role object is built; raises what its construction raised."""
         return self._ready

@@ -91,7 +91,9 @@ def read_dataset(folder: Path, rows: slice, data: DataConfig, options: dict[str,
             datasets.enable_progress_bar()
     table = _split(found, options.get("split"), folder) if isinstance(found, dict) else found
     start, stop, _ = rows.indices(len(table))
-    table = table.select_columns(_wanted(table.column_names, data)).select(range(start, max(start, stop)))
+    if start >= stop:
+        return []
+    table = table.select_columns(_wanted(table.column_names, data)).select(range(start, stop))
     return _arrow_records(table, start, data)
 
 

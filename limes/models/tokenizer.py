@@ -25,8 +25,9 @@ def load_tokenizer(
             str(folder), trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
+        why = str(error).splitlines()[0]
         raise ValueError(
-            f"model.path: the folder {folder} holds no tokenizer that transformers can load ({error}); "
+            f"model.path: the folder {folder} holds no tokenizer that transformers can load ({why}); "
             "it needs tokenizer.json and tokenizer_config.json"
         ) from error
     if chat_template is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,8 +76,6 @@ def _weighted_sum(config: RewardConfig) -> Grader:
     terms = []
     for number, (name, term) in enumerate(zip(names, config.terms, strict=True)):
         place = Place(config, f"reward.terms[{number}]")
-        if not math.isfinite(term.weight):
-            raise ValueError(f"{place.path}.weight = {term.weight} must be a finite number")
         terms.append(Term(name, term.weight, _build_one(place, term.kind, term.options)))
     return WeightedSum(terms)
 
@@ -118,7 +115,7 @@ def parse_options(factory: Callable[..., Grader], options: Mapping[str, Any], ki
     for name in options:
         if name not in names:
             raise ValueError(f"{where}.{name} is no option of {kind!r}; {_closest(name, names)}")
-    hints = typing.get_type_hints(factory)
+    hints = typing.get_type_hints(factory, include_extras=True)
     fields: dict[str, Any] = {
         p.name: (hints[p.name], ... if p.default is inspect.Parameter.empty else p.default) for p in parameters
     }

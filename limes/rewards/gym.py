@@ -61,7 +61,7 @@ class GymGrader(EachSample):
             raise ValueError(f"extract = {extract!r} is none of {', '.join(get_args(Extract))}")
         super().__init__()
         self._binarise, self._extract, self._timeout_s = binarise, extract, timeout_s
-        self.pool = WorkerPool("reasoning_gym", num_workers)
+        self.pool = WorkerPool("limes.rewards.gym_check", num_workers)
 
     async def score(self, sample: Sample) -> Reward:
         """The verifier's score, binarised if so set."""

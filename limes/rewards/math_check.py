@@ -17,7 +17,7 @@ from limes.rewards.text import after_thinking, last_box
 
 CAPITAL = re.compile(r"\(?([A-Z])\)?")
 CAPITALS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-WORDS = re.compile(r"[A-Za-z]{3,}|[A-Za-z]+(?:[ '-]+[A-Za-z]+)+")
+WORDS = re.compile(r"(?!inf(?:inity)?$)[A-Za-z]{3,}|[A-Za-z]+(?:[ '-]+[A-Za-z]+)+")
 WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 GROUPED_DIGITS = re.compile(r"(?<=[0-9])(?:\\[,!; ]|\{,\}|~)(?=[0-9]{3}(?![0-9]))")
 SPACED_DIGITS = re.compile(r"-?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")

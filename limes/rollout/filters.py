@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from limes.records import Group, Reward, Sample, Status
 from limes.rewards import scalar_reward
+from limes.rewards.function import import_function
 
 Filter = Callable[[Group], tuple[bool, str]]
 """Takes a group, returns whether to keep it and why not."""
 
 OUTCOME = "outcome"
+SETTING = "rollout.dynamic_sampling_filter"
 
 
 def load_filter(name: str | None, *, reward_key: str | None, leave_out_truncated: bool) -> Filter | None:
@@ -32,7 +33,9 @@ def load_filter(name: str | None, *, reward_key: str | None, leave_out_truncated
         return None
     if name == "nonzero_std":
         return lambda group: nonzero_std(group, reward_key=reward_key, leave_out_truncated=leave_out_truncated)
-    function = import_filter(name)
+    if ":" not in name:
+        raise ValueError(f'{SETTING} = "{name}" is not a filter; use nonzero_std or module:function')
+    function = import_function(name, SETTING)
 
     def guarded(group: Group) -> tuple[bool, str]:
         try:
@@ -87,22 +90,3 @@ def outcome_reward(reward: Reward, reward_key: str | None) -> float | None:
 def flat(group: Iterable[Sample | Sequence[Sample]]) -> list[Sample]:
     """The samples of a group, whether trajectories are samples or lists of samples."""
     return [sample for item in group for sample in ([item] if isinstance(item, Sample) else item)]
-
-
-def import_filter(name: str) -> Callable[..., Any]:
-    """Import `module:function`.
-
-    Raises:
-        ValueError: names the setting and what went wrong.
-    """
-    module_name, _, function_name = name.partition(":")
-    setting, advice = f"rollout.dynamic_sampling_filter = {name!r}", "use nonzero_std or module:function"
-    if not module_name or not function_name:
-        raise ValueError(f"{setting} is neither built in nor a function; {advice}")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{setting} cannot be imported ({error}); {advice}") from error
-    if not callable(function):
-        raise ValueError(f"{setting} is not callable; {advice}")
-    return function

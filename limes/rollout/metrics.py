@@ -6,11 +6,12 @@ statistic and counted apart; lengths are of real tokens, whether they train or n
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from limes.algorithms.metrics import zero_variance_groups
-from limes.records import Sample, Status, TrainShard
+from limes.records import Reward, Sample, Status, TrainShard
 from limes.rewards import scalar_reward
 from limes.rollout.groups import CollectedGroups
 from limes.rollout.sampling import cause_of, has_answer
@@ -49,11 +50,22 @@ def reward_metrics(answered: Sequence[Sample], reward_key: str | None) -> Metric
         "unscored": Sum(len(unscored)),
         "grader_errors": Sum(errors.total()),
         **counted("grader_errors", errors),
+        **part_metrics([sample.reward for sample, reward in rewards if reward is not None]),
     }
     half_width = clustered_half_width([reward for _, reward in scored], [group for group, _ in scored])
     if half_width is not None:
         metrics["reward_ci95"] = Last(half_width)
     return metrics
+
+
+def part_metrics(rewards: Sequence[Reward]) -> Metrics:
+    """Mean of each numeric entry of dict rewards, over the answers that have it."""
+    parts: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, part in reward.items() if isinstance(reward, Mapping) else ():
+            if isinstance(part, int | float) and math.isfinite(part):
+                parts.setdefault(name, []).append(float(part))
+    return {f"reward/{as_name(name)}": mean(values) for name, values in parts.items()}
 
 
 def length_metrics(answered: Sequence[Sample]) -> Metrics:

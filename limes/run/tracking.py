@@ -76,6 +76,9 @@ class Tracking:
         """Write everything out, draw the reward curve, and say in one line how the run ended and where it is.
 
         A run that wrote nothing but its settings leaves no folder, so that its name can be used again.
+
+        Args:
+            outcome: `done`, `interrupted`, `failed: why`, or `refused` when an error message follows.
         """
         self._spans.close()
         self._log.close()
@@ -83,7 +86,8 @@ class Tracking:
         self.console.close()
         if outcome != "done" and self._is_empty():
             shutil.rmtree(self.folder.path)
-            self.console.notice(f"{outcome} before anything was generated")
+            if outcome != "refused":
+                self.console.notice(f"{outcome} before anything was generated")
             return
         drawn = f", reward curve: {picture}" if picture is not None else ""
         self.console.notice(f"{outcome}; run folder: {self.folder.path}{drawn}")

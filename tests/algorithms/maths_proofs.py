@@ -1,4 +1,4 @@
-"""Proofs that a piece of maths keeps a property. Each takes an implementation and raises `AssertionError` where it fails.
+"""Proofs that a piece of maths keeps a property: each takes an implementation and fails where it does not.
 
 They are functions, so that they run on the right implementation and on ones with a known fault.
 """
@@ -83,19 +83,29 @@ def random_cut(num_sequences: int, rng: random.Random) -> list[list[list[int]]]:
 StepLoss = Callable[[list[list[Batch]]], Tensor]
 
 
-def prove_cut_invariance(step_loss: StepLoss, batch: Batch, *, cuts: int = 20, tolerance: float = 1e-10) -> None:
-    """P1: the loss of an optimizer step and its gradient are the same for any ranks x micro-batches x packing order."""
-    whole, gradient = _loss_and_gradient(step_loss, batch, [[list(range(len(batch.lengths)))]])
+def prove_cut_invariance(
+    step_loss: StepLoss, batch: Batch, *, cuts: int = 20, tolerance: float = 1e-10
+) -> tuple[float, Tensor]:
+    """P1: the loss of an optimizer step and its gradient are the same for any ranks x micro-batches x packing order.
+
+    Returns the loss and gradient of the whole.
+    """
+    whole, gradient = loss_and_gradient(step_loss, batch)
     rng = random.Random(0)
     for _ in range(cuts):
         cut = random_cut(len(batch.lengths), rng)
-        loss, slope = _loss_and_gradient(step_loss, batch, cut)
+        loss, slope = loss_and_gradient(step_loss, batch, cut)
         assert abs(loss - whole) <= tolerance, f"cut {cut}: loss {loss}, whole {whole}"
         worst = float((slope - gradient).abs().max())
         assert worst <= tolerance, f"cut {cut}: gradient differs by {worst}"
+    return whole, gradient
 
 
-def _loss_and_gradient(step_loss: StepLoss, batch: Batch, cut: list[list[list[int]]]) -> tuple[float, Tensor]:
+def loss_and_gradient(
+    step_loss: StepLoss, batch: Batch, cut: list[list[list[int]]] | None = None
+) -> tuple[float, Tensor]:
+    """Of a step that is cut like this; None is one micro-batch of everything."""
+    cut = cut if cut is not None else [[list(range(len(batch.lengths)))]]
     leaf = batch.log_probs.detach().clone().requires_grad_()
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
     live = Batch(**{**tensors, "log_probs": leaf})
@@ -154,6 +164,14 @@ def prove_ids_decide(estimator: Callable[[Tensor, Tensor], Tensor]) -> None:
         assert torch.equal(estimator(rewards[order], renamed), expected[order]), f"order {order.tolist()}"
 
 
+def prove_equal_rewards_are_zero(estimator: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A group of equal float32 rewards gets exact zeros, whatever the reward and the size of the group."""
+    for size in range(2, 12):
+        for reward in (0.1, 0.3, 0.7, 1 / 3, 0.95):
+            result = estimator(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64))
+            assert bool((result == 0).all()), f"{size} equal rewards of {reward} give {result.tolist()}"
+
+
 Gae = Callable[[Tensor, Tensor, list[int], Tensor], tuple[Tensor, Tensor]]
 
 
@@ -195,6 +213,8 @@ def prove_on_policy_ratio_is_one(score: Callable[[Tensor, float], Tensor]) -> No
     """What the trainer scores equals what an engine at the same temperature sampled from."""
     logits = torch.tensor([2.0, 1, 0, -1], dtype=torch.float64)
     for temperature in (0.5, 0.6, 1.0, 2.0):
-        sampled_from = [x / temperature - math.log(sum(math.exp(y / temperature) for y in logits.tolist())) for x in logits]
+        sampled_from = [
+            x / temperature - math.log(sum(math.exp(y / temperature) for y in logits.tolist())) for x in logits
+        ]
         ratios = (score(logits, temperature) - torch.stack([torch.as_tensor(x) for x in sampled_from])).exp()
         torch.testing.assert_close(ratios, torch.ones(4, dtype=torch.float64), rtol=0, atol=1e-12)

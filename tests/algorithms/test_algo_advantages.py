@@ -85,7 +85,8 @@ def test_t2_uneven_groups_keep_to_themselves():
 def test_u16_equal_rewards_are_exactly_zero(estimator, dtype):
     rewards = torch.full((7,), 0.7, dtype=dtype)
     result = estimator(rewards, [0] * 7)
-    assert result.tolist() == [0.0] * 7 and result.dtype == dtype
+    assert result.tolist() == [0.0] * 7
+    assert result.dtype == dtype
     assert zero_variance_groups(rewards, [0] * 7) == (1, 1)
 
 
@@ -128,7 +129,8 @@ def test_u28_an_excluded_row_changes_nobody():
     for estimator in (group_relative, leave_one_out):
         three = estimator([1.0, 0, 0.5], [0] * 3)
         four = estimator([1.0, 100, 0, 0.5], [0] * 4, valid=[True, False, True, True])
-        assert torch.equal(four[[0, 2, 3]], three) and four[1] == 0
+        assert torch.equal(four[[0, 2, 3]], three)
+        assert four[1] == 0
 
 
 def test_t3_reinforce_plus_plus_with_kl_in_the_reward():
@@ -140,7 +142,8 @@ def test_t3_reinforce_plus_plus_with_kl_in_the_reward():
 
 
 @pytest.mark.parametrize(
-    ("unbiased", "expected"), [(False, [0.5773502692, -1.7320508076] + [0.5773502692] * 2), (True, [0.5, -1.5, 0.5, 0.5])]
+    ("unbiased", "expected"),
+    [(False, [0.5773502692, -1.7320508076] + [0.5773502692] * 2), (True, [0.5, -1.5, 0.5, 0.5])],
 )
 def test_t3_sequence_level(unbiased, expected):
     options = {"kl_coef": 0.0, "gamma": 1.0, "unbiased": unbiased}
@@ -173,14 +176,16 @@ def test_reinforce_plus_plus_leaves_unscored_samples_out():
     mask = torch.ones(4)
     with_none = reinforce_plus_plus([1.0, None, 0.0], None, [1, 2, 1], mask, kl_coef=0.0, gamma=1.0)
     without = reinforce_plus_plus([1.0, 0.0], None, [1, 1], torch.ones(2), kl_coef=0.0, gamma=1.0)
-    assert with_none[[0, 3]].tolist() == without.tolist() and with_none[1:3].tolist() == [0, 0]
+    assert with_none[[0, 3]].tolist() == without.tolist()
+    assert with_none[1:3].tolist() == [0, 0]
 
 
 def test_shaping_leaves_its_inputs_as_they_were():
     rewards, kl = torch.tensor([1.0, 0]), torch.tensor([0.2, 0.1, 0.3])
     before = rewards.clone(), kl.clone()
     reinforce_plus_plus(rewards, kl, [2, 1], torch.ones(3), kl_coef=0.1, gamma=0.9)
-    assert torch.equal(rewards, before[0]) and torch.equal(kl, before[1])
+    assert torch.equal(rewards, before[0])
+    assert torch.equal(kl, before[1])
 
 
 def test_per_token_spreads_over_masked_in_tokens():
@@ -204,7 +209,7 @@ group_lists = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(group_lists, st.randoms(use_true_random=False), st.sampled_from(["sample", "population", "none"]))
 def test_p3_shuffling_and_renaming_moves_advantages_with_their_samples(samples, random, std):
     def run(rows, rename):
@@ -221,7 +226,7 @@ def test_p3_shuffling_and_renaming_moves_advantages_with_their_samples(samples, 
         assert torch.equal(after, before[order])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(group_lists)
 def test_centred_advantages_sum_to_zero_and_match_a_plain_loop(samples):
     rewards, ids, valid = zip(*samples, strict=True)
@@ -232,7 +237,8 @@ def test_centred_advantages_sum_to_zero_and_match_a_plain_loop(samples):
     for i, (reward, group, is_valid) in enumerate(samples):
         peers = [r for r, g, v in samples if g == group and v]
         if not is_valid or len(set(peers)) < 2:
-            assert result[i] == 0 and rloo[i] == 0
+            assert result[i] == 0
+            assert rloo[i] == 0
             continue
         mean = sum(peers) / len(peers)
         spread = (sum((r - mean) ** 2 for r in peers) / len(peers)) ** 0.5

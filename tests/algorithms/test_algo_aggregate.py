@@ -83,7 +83,8 @@ def test_u14_nothing_to_train_is_zero_with_a_working_backward(how):
     leaf = torch.randn(5, requires_grad=True)
     loss = aggregate(leaf**2, torch.zeros(5), [2, 3], how, constant=4)
     loss.backward()
-    assert loss.item() == 0 and torch.equal(leaf.grad, torch.zeros(5))
+    assert loss.item() == 0
+    assert torch.equal(leaf.grad, torch.zeros(5))
 
 
 @pytest.mark.parametrize("how", AGGREGATIONS)
@@ -112,7 +113,9 @@ def test_sequences_without_a_trained_token_count_only_by_choice():
 def test_sequence_tokens_put_a_cut_sequence_together_again():
     whole = aggregate(LOSSES[2:6], ONES[2:6], [4], "sequence_mean")
     four = torch.tensor([4])
-    halves = [aggregate(LOSSES[2 + i : 4 + i], ONES[:2], [2], "sequence_mean", total=1, sequence_tokens=four) for i in (0, 2)]
+    halves = [
+        aggregate(LOSSES[2 + i : 4 + i], ONES[:2], [2], "sequence_mean", total=1, sequence_tokens=four) for i in (0, 2)
+    ]
     assert sum(halves).item() == whole.item()
 
 
@@ -153,4 +156,6 @@ def test_matches_a_plain_loop(lengths, seed, how):
         "sequence_sum": sum(map(sum, kept)) / sequences,
         "constant": sum(map(sum, kept)) / 3 / sequences,
     }
-    assert aggregate(batch.log_probs, batch.mask, lengths, how, constant=3).item() == pytest.approx(expected[how], abs=1e-12)
+    assert aggregate(batch.log_probs, batch.mask, lengths, how, constant=3).item() == pytest.approx(
+        expected[how], abs=1e-12
+    )

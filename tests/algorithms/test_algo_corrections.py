@@ -71,9 +71,12 @@ def test_identical_engines_weigh_one_everywhere():
     batch = random_batch(1)
     for name, correct in CORRECTIONS.items():
         options = {} if name in ("none", "icepop") else {"low": 0.5, "high": 2.0}
-        weights, metrics = correct(batch.old_log_probs, batch.old_log_probs, lengths=batch.lengths, mask=batch.mask, **options)
+        weights, metrics = correct(
+            batch.old_log_probs, batch.old_log_probs, lengths=batch.lengths, mask=batch.mask, **options
+        )
         assert torch.equal(weights, batch.mask), name
-        assert metrics["train_rollout_logprob_abs_diff"].eq(0).all() and metrics["rollout_kl_k3"].eq(0).all()
+        assert metrics["train_rollout_logprob_abs_diff"].eq(0).all()
+        assert metrics["rollout_kl_k3"].eq(0).all()
 
 
 @pytest.mark.parametrize("missing", [math.nan, -math.inf])
@@ -93,7 +96,8 @@ def test_a_missing_engine_log_prob_costs_its_own_token_and_is_counted(missing):
 def test_no_weight_is_zero_unless_rejected():
     far = torch.tensor([-1000.0, 1000])
     weights, _ = truncated_importance(far, torch.zeros(2), high=2.0)
-    assert kept(weights).all() and weights[1] == 2
+    assert kept(weights).all()
+    assert weights[1] == 2
 
 
 def test_veto_drops_the_whole_sequence():
@@ -126,7 +130,8 @@ def test_weights_and_metrics_are_detached_and_per_token():
         ),
     ):
         for tensor in (weights, *metrics.values()):
-            assert not tensor.requires_grad and tensor.shape == trainer.shape
+            assert not tensor.requires_grad
+            assert tensor.shape == trainer.shape
 
 
 @pytest.mark.parametrize(

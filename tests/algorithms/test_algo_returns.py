@@ -35,7 +35,8 @@ def test_t7b_u29_a_value_on_a_padding_slot_bootstraps_nobody():
     values = torch.tensor([0, 0, 100], dtype=torch.float64)
     rewards = torch.tensor([0, 1, 0], dtype=torch.float64)
     advantages, returns = gae(rewards, values, [3], torch.tensor([1, 1, 0]), gamma=1, lambd=0.95)
-    assert advantages.tolist() == pytest.approx([0.95, 1, 0]) and returns.tolist() == pytest.approx([0.95, 1, 0])
+    assert advantages.tolist() == pytest.approx([0.95, 1, 0])
+    assert returns.tolist() == pytest.approx([0.95, 1, 0])
 
 
 def test_t7c_u30_observations_do_not_exist():
@@ -63,13 +64,15 @@ def test_u33_shaping_writes_into_nothing_it_was_given():
     copies = rewards.clone(), kl.clone()
     shaped = shaped_rewards(rewards, kl, [1, 2], torch.ones(3), kl_coef=0.5)
     assert shaped.tolist() == pytest.approx([0.9, 0.05, 1.85])
-    assert torch.equal(rewards, copies[0]) and torch.equal(kl, copies[1])
+    assert torch.equal(rewards, copies[0])
+    assert torch.equal(kl, copies[1])
 
 
 def test_a_fully_masked_sequence_and_an_empty_one():
     mask = torch.tensor([0, 0, 1])
     advantages, returns = gae(REWARDS, VALUES, [2, 0, 1], mask, gamma=1, lambd=1)
-    assert advantages.tolist() == pytest.approx([0, 0, 0.3]) and returns.tolist() == [0, 0, 1]
+    assert advantages.tolist() == pytest.approx([0, 0, 0.3])
+    assert returns.tolist() == [0, 0, 1]
     assert shaped_rewards(torch.tensor([5.0, 6, 7]), None, [2, 0, 1], mask, kl_coef=0.0).tolist() == [0, 0, 7]
 
 
@@ -96,7 +99,8 @@ def test_gae_is_the_recursion(lengths, seed, gamma, lambd):
         following, next_value = 0.0, 0.0
         for t in reversed(range(start, start + length)):
             if not mask[t]:
-                assert advantages[t] == 0 and returns[t] == 0
+                assert advantages[t] == 0
+                assert returns[t] == 0
                 continue
             following = rewards[t] + gamma * next_value - values[t] + gamma * lambd * following
             next_value = values[t]

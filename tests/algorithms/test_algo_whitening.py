@@ -12,7 +12,9 @@ VALUES = torch.tensor([1, math.nan, 3, 5], dtype=torch.float64)
 MASK = torch.tensor([1, 0, 1, 1])
 
 
-@pytest.mark.parametrize(("unbiased", "expected"), [(False, [-1.2247448714, 0, 0, 1.2247448714]), (True, [-1, 0, 0, 1])])
+@pytest.mark.parametrize(
+    ("unbiased", "expected"), [(False, [-1.2247448714, 0, 0, 1.2247448714]), (True, [-1, 0, 0, 1])]
+)
 def test_t14_u26_nan_under_the_mask(unbiased, expected):
     assert whiten(VALUES, MASK, unbiased=unbiased).tolist() == pytest.approx(expected, abs=1e-10)
     square = whiten(VALUES.reshape(2, 2), MASK.reshape(2, 2), unbiased=unbiased)

@@ -98,7 +98,7 @@ def test_a_filter_that_raises_costs_the_group_and_says_why(user_filters: types.M
     "name", ["nonzero", "no_such_module_here:f", "json:no_such_function", "json:__name__", ":f", "json:"]
 )
 def test_a_filter_that_cannot_be_had_is_refused_with_the_setting(name: str) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.dynamic_sampling_filter = .*use nonzero_std or module:function"):
+    with pytest.raises(ValueError, match=r"^rollout\.dynamic_sampling_filter = "):
         load_filter(name, reward_key=None, leave_out_truncated=False)
 
 

@@ -193,10 +193,12 @@ def test_close_takes_down_a_phase_that_another_thread_holds_open(monkeypatch: py
     assert text.count(HIDE) == text.count(SHOW) == 1
 
 
-def test_bars_do_not_reach_a_piped_stdout(monkeypatch: pytest.MonkeyPatch):
+def test_bars_do_not_reach_a_piped_stdout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     out = io.StringIO()
     with terminal(monkeypatch) as (stream, _), Console(out=out, err=stream) as console, console.phase("generate", 4):
         console.step_line(0, None, FULL)
+        print("stays on stdout")
+    assert capsys.readouterr().out == "stays on stdout\n"
     header, line = out.getvalue().splitlines()
     assert header.startswith("step  reward +- 95%")
     assert line.startswith("   0  0.512 +-0.081")

@@ -28,6 +28,7 @@ from limes.engine.protocol import (
     OnToken,
     PauseMode,
 )
+from limes.models.cpu_linear import head_logits
 from limes.models.policy import Policy
 
 T = TypeVar("T")
@@ -313,7 +314,7 @@ class EmbeddedEngine:
             self._draw(drawing, torch.cat(hidden))
 
     def _draw(self, answers: list[Answer], hidden_RE: Tensor) -> None:
-        logits_RV = torch.nn.functional.linear(hidden_RE, self.policy.head_weight).float()
+        logits_RV = head_logits(hidden_RE, self.policy.head_weight).float()
         draws = [Draw(a.request.sampling, a.request.key, a.position, _banned(a)) for a in answers]
         tokens, log_probs = sample_tokens(logits_RV, draws)
         self.counters.num_sampled_tokens += len(tokens)

@@ -88,7 +88,7 @@ class Scheduler:
         if pages > self.pool.num_pages:
             raise RequestRefused(
                 f"prompt of {prompt_len} tokens + {max_new_tokens} new tokens need {pages} pages of {self.page_size}, "
-                f"the KV cache has {self.pool.num_pages}; raise engine.kv_cache_tokens to {pages * self.page_size} or more"
+                f"the KV cache has {self.pool.num_pages}; raise engine.kv_cache_tokens to {pages * self.page_size}"
             )
 
     def prompt_for(self, token_ids: tuple[int, ...]) -> Prompt:
