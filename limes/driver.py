@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol
 
 from limes.checkpoints import remove_unfinished
@@ -84,6 +84,7 @@ def run_to_the_end(
     """
     config = resolved.config
     prepare_process(config)
+    threads_before = threading.enumerate()
     with Console() as console:
         tracking = init_tracking(config, resolved.recipe.stem if resolved.recipe else default_name, console)
         outcome = "failed"
@@ -99,7 +100,7 @@ def run_to_the_end(
             raise
         finally:
             tracking.finish(outcome)
-    leave_busy_threads_behind(code)
+    leave_busy_threads_behind(code, threads_before)
     return code
 
 
@@ -113,9 +114,14 @@ def prepare_process(config: Config) -> None:
         torch.set_num_threads(config.cluster.num_threads)
 
 
-def leave_busy_threads_behind(code: int) -> None:
-    """End the process at once where a role would not end: the interpreter's own end could wait for it or crash."""
-    if any(thread.name.startswith("limes-") for thread in threading.enumerate()):
+def leave_busy_threads_behind(code: int, threads_before: Collection[threading.Thread]) -> None:
+    """End the process at once where a role would not end: the interpreter's own end could wait for it or crash.
+
+    Args:
+        threads_before: threads that were there before the roles; they are others' business.
+    """
+    new = [thread for thread in threading.enumerate() if thread not in threads_before]
+    if any(thread.name.startswith("limes-") for thread in new):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

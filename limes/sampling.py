@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -91,6 +92,7 @@ def run_sample(resolved: Resolved, *, prompt: str) -> int:
         ValueError: the model cannot be had or the prompt does not fit.
     """
     prepare_process(resolved.config)
+    threads_before = threading.enumerate()
     with Console() as console:
         try:
             asyncio.run(sample(resolved.config, prompt, sys.stdout, console))
@@ -98,5 +100,5 @@ def run_sample(resolved: Resolved, *, prompt: str) -> int:
         except KeyboardInterrupt:
             console.notice("interrupted")
             code = INTERRUPTED
-    leave_busy_threads_behind(code)
+    leave_busy_threads_behind(code, threads_before)
     return code

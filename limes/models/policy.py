@@ -96,3 +96,10 @@ def find_end_tokens(model: PreTrainedModel, tokenizer: Any, folder: Path | None)
     for value in (tokenizer.eos_token_id, model.config.eos_token_id, getattr(generation, "eos_token_id", None)):
         found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(found))
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass; transformers does so in training mode only, and nothing drops out."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    model.train()

@@ -52,7 +52,7 @@ def main(scorer: str, memory_mb: int, parent: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + ALARM_GRACE_S)
         reply = _answer(score, request)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply["retire"] = False
+        reply["retire"] = guard.address_space() > room
         _reply(replies, reply)
 
 

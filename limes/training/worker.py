@@ -12,7 +12,7 @@ import torch
 
 from limes.algorithms.estimators import EstimatorSettings
 from limes.config import Config
-from limes.models.policy import Policy
+from limes.models.policy import Policy, enable_checkpointing
 from limes.records import TrainShard
 from limes.run import TrainRecord, write_train_records
 from limes.training import checkpoint
@@ -54,8 +54,7 @@ class TrainWorker:
         self.num_steps_done = 0
         self.optimizer = PolicyOptimizer(policy.model.named_parameters(), config.trainer)
         if config.trainer.gradient_checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-            policy.model.train()  # transformers checkpoints in this mode only; nothing here drops out
+            enable_checkpointing(policy.model)
         self._forward = PackedForward(
             policy,
             temperature=config.rollout.temperature,

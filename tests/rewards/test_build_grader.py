@@ -180,9 +180,9 @@ def test_options_reach_the_function():
 
 
 def test_catastrophic_pattern_is_a_grader_error():
-    config = RewardConfig(kind="regex", options={"pattern": r"(a+)+$"}, timeout_s=0.3)
+    config = RewardConfig(kind="regex", options={"pattern": r"(a+)+$"}, timeout_s=1)
     bad, good = grade(config, [answered("a" * 40 + "b", "a"), answered("aaa", "aaa")])
-    assert bad == Grade(None, "TimedOut: no result within 0.3 s")
+    assert bad == Grade(None, "TimedOut: no result within 1 s")
     assert good == Grade(1.0)
 
 

@@ -102,15 +102,15 @@ def test_hanging_sync_function_is_an_error_and_others_are_graded():
             release.wait(60)
         return 1
 
-    found = grades(hang, SAMPLES, timeout_s=0.2)
+    found = grades(hang, SAMPLES, timeout_s=1)
     release.set()
     assert [grade.reward for grade in found] == [1.0, None, 1.0]
-    assert found[1].error == "TimedOut: mine did not return within 0.2 s (reward.timeout_s)"
+    assert found[1].error == "TimedOut: mine did not return within 1 s (reward.timeout_s)"
 
 
 def test_calls_are_refused_when_too_many_threads_hang():
     release = threading.Event()
-    grader = FunctionGrader(lambda sample: release.wait(60), name="mine", timeout_s=0.1)
+    grader = FunctionGrader(lambda sample: release.wait(60), name="mine", timeout_s=0.5)
     first = asyncio.run(grader.grade([answered("")] * MAX_THREADS))
     assert {grade.error.partition(":")[0] for grade in first} == {"TimedOut"}
     (refused,) = asyncio.run(grader.grade([answered("")]))

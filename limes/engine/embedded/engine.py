@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from limes.engine.embedded.checks import check_request
 from limes.engine.embedded.forward import forward_step
 from limes.engine.embedded.kv_cache import KVCache
 from limes.engine.embedded.sampler import Draw, sample_tokens
@@ -86,7 +89,7 @@ class EmbeddedEngine:
         self._paused = False
         self._closing = False
         self._error: BaseException | None = None
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self.counters = EngineCounters()
         self._thread = threading.Thread(target=self._run, name="limes-engine", daemon=True)
@@ -94,13 +97,15 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest, on_token: OnToken | None = None) -> GenerateResult:
         """See `Engine.generate`. Cancelling the call aborts the answer."""
-        self._scheduler.check_fits(len(request.prompt_ids), request.sampling.max_new_tokens)
+        prompt_ids = check_request(request, self.policy.vocab_size)
+        self._scheduler.check_fits(len(prompt_ids), request.sampling.max_new_tokens)
         future: Future[GenerateResult] = Future()
-        self._post(lambda: self._start(request, on_token, future), future)
+        self._post(lambda: self._start(request, prompt_ids, on_token, future), future)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            await self.abort([request.request_id])
+            with contextlib.suppress(EngineError):  # an engine that is gone works on nothing
+                await self._call(lambda: self._drop(future))
             raise
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
@@ -133,7 +138,7 @@ class EmbeddedEngine:
         """See `Engine.onload`.
 
         Raises:
-            ValueError: unknown tag, or a tag that is resident already.
+            ValueError: unknown tag, a tag that is resident already, or graphs before what they were captured on.
         """
         names = self._known(tags)
         await self._call(lambda: self._onload(names))
@@ -177,26 +182,24 @@ class EmbeddedEngine:
 
     async def _call(self, command: Callable[[], T]) -> T:
         future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(command())
-            except Exception as error:  # noqa: BLE001 - handed to the caller
-                future.set_exception(error)
-
-        self._post(run, future)
+        self._post(lambda: future.set_result(command()), future)
         return await asyncio.wrap_future(future)
 
     def _post(self, command: Callable[[], None], future: Future[Any]) -> None:
+        """Queue a command; what it raises goes to `future`."""
         with self._wake:
             if self._error is not None or self._closing:
-                cause = "is closed" if self._error is None else f"died: {self._error!r}"
-                future.set_exception(EngineError(f"the embedded engine {cause}"))
+                future.set_exception(self._gone())
                 return
-            self._commands.append(command)
+            self._commands.append((command, future))
             self._wake.notify()
+
+    def _gone(self) -> EngineError:
+        if self._error is None:
+            return EngineError("the embedded engine is closed")
+        gone = EngineError(f"the embedded engine died: {self._error!r}")
+        gone.__cause__ = self._error
+        return gone
 
     def _run(self) -> None:
         try:
@@ -206,49 +209,63 @@ class EmbeddedEngine:
         except BaseException as error:  # noqa: BLE001 - every waiting call gets it
             self._error = error
         with self._wake:
-            self._closing = True
-            commands, self._commands = list(self._commands), deque()
-        if self._error is None:
-            for command in commands:
-                command()
+            self._closing = True  # from here on no command is queued
+        while self._commands:
+            self._run_command()
         for answer in list(self._answers.values()):
-            self._settle(answer, FinishReason.ABORT)
-        if self._error is not None:
-            for command in commands:
-                command()
+            self._settle(answer, FinishReason.ABORT if self._error is None else self._gone())
 
     def _run_commands(self) -> bool:
         """Run queued commands, waiting for one if there is nothing else to do; False when the engine closes."""
         with self._wake:
             while not (self._commands or self._closing or (self._scheduler.has_work and not self._paused)):
                 self._wake.wait()
-            commands, self._commands = list(self._commands), deque()
-        for command in commands:
-            command()
+        for _ in range(len(self._commands)):
+            self._run_command()
         return not self._closing
 
-    def _start(self, request: GenerateRequest, on_token: OnToken | None, future: Future[GenerateResult]) -> None:
+    def _run_command(self) -> None:
+        command, future = self._commands.popleft()
         if not future.set_running_or_notify_cancel():
             return
+        try:
+            if self._error is not None:
+                raise self._gone()
+            command()
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            future.set_exception(error)
+
+    def _start(
+        self,
+        request: GenerateRequest,
+        prompt_ids: tuple[int, ...],
+        on_token: OnToken | None,
+        future: Future[GenerateResult],
+    ) -> None:
         if request.request_id in self._answers:
-            future.set_exception(ValueError(f"request id {request.request_id!r} is already running"))
-            return
+            raise ValueError(f"request id {request.request_id!r} is already running")
         if self._resident != TAGS:
             missing = sorted(TAGS - self._resident)
-            future.set_exception(EngineError(f"cannot generate while {missing} are offloaded; call onload first"))
-            return
-        prompt = self._scheduler.prompt_for(tuple(request.prompt_ids))
+            raise EngineError(f"cannot generate while {missing} are offloaded; call onload first")
         ends = frozenset((*self.policy.end_token_ids, *request.sampling.stop_token_ids))
-        answer = Answer(request, prompt, future, on_token, ends)
+        answer = Answer(request, self._scheduler.prompt_for(prompt_ids), future, on_token, ends)
         self._answers[request.request_id] = answer
         self._scheduler.add(answer)
 
     def _abort(self, names: list[str] | None) -> None:
-        for answer in list(self._answers.values()) if names is None else [self._answers.get(name) for name in names]:
-            if answer is not None:
+        for name in list(self._answers) if names is None else names:
+            if name in self._answers:
+                self._finish(self._answers[name], FinishReason.ABORT)
+
+    def _drop(self, future: Future[GenerateResult]) -> None:
+        """End the answer of a cancelled call, if it has not ended."""
+        for answer in list(self._answers.values()):
+            if answer.future is future:
                 self._finish(answer, FinishReason.ABORT)
 
     def _pause(self, mode: PauseMode) -> None:
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"unknown pause mode {mode!r}; known are {get_args(PauseMode)}")
         self._paused = True
         if mode == "abort":
             self._abort(None)
@@ -275,6 +292,9 @@ class EmbeddedEngine:
     def _onload(self, names: set[str]) -> None:
         if names & self._resident:
             raise ValueError(f"{sorted(names & self._resident)} are resident already")
+        missing = TAGS - self._resident - names
+        if "cuda_graph" in names and missing:
+            raise ValueError(f"cannot onload ['cuda_graph'] while {sorted(missing)} are offloaded; onload those first")
         if "kv_cache" in names:
             self._cache = KVCache(self.policy, self._num_slots)
         self._resident |= names
@@ -319,32 +339,40 @@ class EmbeddedEngine:
         tokens, log_probs = sample_tokens(logits_RV, draws)
         self.counters.num_sampled_tokens += len(tokens)
         for answer, token, log_prob in zip(answers, tokens, log_probs, strict=True):
-            answer.token_ids.append(token)
-            answer.log_probs.append(log_prob)
-            answer.weight_versions.append(self._version)
-            if answer.on_token is not None:
-                answer.on_token(token, log_prob)
-            reason = finish_reason(answer, self.policy.tokenizer)
+            try:
+                reason = self._append(answer, token, log_prob)
+            except Exception as error:  # noqa: BLE001 - costs this answer alone
+                self._finish(answer, error)
+                continue
             if reason is not None:
                 self._finish(answer, reason)
 
-    def _finish(self, answer: Answer, reason: FinishReason) -> None:
-        self._scheduler.finish(answer)
-        self._settle(answer, reason)
+    def _append(self, answer: Answer, token: int, log_prob: float) -> FinishReason | None:
+        if not math.isfinite(log_prob):
+            raise EngineError(f"no finite logits for token {answer.position} of the answer; are the weights finite?")
+        answer.token_ids.append(token)
+        answer.log_probs.append(log_prob)
+        answer.weight_versions.append(self._version)
+        if answer.on_token is not None:
+            answer.on_token(token, log_prob)
+        return finish_reason(answer, self.policy.tokenizer)
 
-    def _settle(self, answer: Answer, reason: FinishReason) -> None:
-        """Hand the answer to whoever waits for it."""
-        del self._answers[answer.request.request_id]
-        if self._error is not None:
-            answer.future.set_exception(EngineError(f"the embedded engine died: {self._error!r}"))
+    def _finish(self, answer: Answer, end: FinishReason | Exception) -> None:
+        self._scheduler.finish(answer)
+        self._settle(answer, end)
+
+    def _settle(self, answer: Answer, end: FinishReason | Exception) -> None:
+        """Hand the answer, or why there is none, to whoever waits for it."""
+        name = answer.request.request_id
+        del self._answers[name]
+        if isinstance(end, Exception):
+            answer.future.set_exception(end)
             return
         answer.future.set_result(
-            GenerateResult(
-                answer.request.request_id, answer.token_ids, answer.log_probs, answer.weight_versions, reason
-            )
+            GenerateResult(name, answer.token_ids, answer.log_probs, answer.weight_versions, end)
         )
 
 
 def _banned(answer: Answer) -> tuple[int, ...]:
     """End tokens, while the answer is shorter than its least length."""
-    return tuple(answer.end_token_ids) if answer.position < answer.request.sampling.min_new_tokens else ()
+    return tuple(answer.end_token_ids) if len(answer.token_ids) < answer.request.sampling.min_new_tokens else ()

@@ -1,0 +1,155 @@
+"""Training speed: limes' train step against the same loss written plainly with transformers on padded batches.
+
+    python benchmarks/train_step.py [--rounds 3]
+
+8 prompts of 40 tokens with 8 answers of 32 tokens each, SmolLM2-135M in float32; clipped policy loss over the token
+mean, gradient clipping, AdamW. Both sides train copies of one model on the same samples and advantages, in turns; the
+first step's gradients are compared. Then the engine's log-probs against the trainer's, before and after an update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+import torch
+from machine import describe, matmul_gflops, spread, timed
+from transformers import AutoModelForCausalLM
+
+from limes.config import Config, load_config
+from limes.engine.embedded.engine import EmbeddedEngine
+from limes.engine.protocol import GenerateRequest, SampleKey, SamplingParams
+from limes.models.load import load_policy
+from limes.models.policy import Policy
+from limes.records import Sample, TrainShard
+from limes.training.worker import TrainWorker
+
+NUM_PROMPTS, PROMPT_LEN, NUM_ANSWERS, ANSWER_LEN = 8, 40, 8, 32
+SEQUENCES_PER_PADDED_BATCH = 8
+
+
+def make_config(temperature: float = 1.0) -> Config:
+    """The settings of the limes side."""
+    overrides = {
+        "rollout": {"num_rollout": 100, "max_response_len": ANSWER_LEN, "temperature": temperature},
+        "trainer": {"lr": 1e-6, "max_tokens_per_micro_batch": 1024, "adam_beta2": 0.999},
+    }
+    return load_config(None, overrides)
+
+
+def sample_rollout(policy: Policy, config: Config, rollout_id: int) -> tuple[TrainShard, EmbeddedEngine]:
+    """A rollout of random prompts with alternating rewards; the engine comes back still running."""
+    generator = torch.Generator().manual_seed(rollout_id)
+    prompts = torch.randint(10, 40000, (NUM_PROMPTS, PROMPT_LEN), generator=generator).tolist()
+    sampling = SamplingParams(max_new_tokens=ANSWER_LEN, temperature=config.rollout.temperature)
+    engine = EmbeddedEngine(policy, kv_cache_tokens=8192)
+
+    async def generate(sample: Sample) -> None:
+        key = SampleKey(0, rollout_id, sample.index)
+        result = await engine.generate(GenerateRequest(str(sample.index), sample.tokens, sampling, key))
+        sample.append_tokens(result.token_ids, log_probs=result.log_probs, weight_versions=result.weight_versions)
+
+    samples = [
+        Sample(i, i // NUM_ANSWERS, tokens=list(prompts[i // NUM_ANSWERS])) for i in range(NUM_PROMPTS * NUM_ANSWERS)
+    ]
+
+    async def rollout() -> None:
+        await asyncio.gather(*(generate(sample) for sample in samples))
+
+    asyncio.run(rollout())
+    rewards: list[float | None] = [float(i % 3 == 0) for i in range(len(samples))]
+    trained = [sample.response_length for sample in samples]
+    groups = [sample.group_index for sample in samples]
+    return TrainShard(rollout_id, samples, list(range(len(samples))), rewards, groups, trained), engine
+
+
+class PlainTrainer:
+    """The same step as a careful user would write it: padded batches, full logits, accumulated gradients."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(policy.folder, dtype=torch.float32)
+        self.lr = config.trainer.lr
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
+        self.grad_norm = 0.0
+
+    def train(self, shard: TrainShard, advantages: torch.Tensor) -> None:
+        """One optimizer step."""
+        total = sum(shard.num_trained_tokens)
+        ids = torch.tensor([sample.tokens for sample in shard.samples])
+        for start in range(0, len(ids), SEQUENCES_PER_PADDED_BATCH):
+            rows = ids[start : start + SEQUENCES_PER_PADDED_BATCH]
+            logits = self.model(rows, attention_mask=torch.ones_like(rows), use_cache=False).logits
+            log_p = torch.log_softmax(logits[:, PROMPT_LEN - 1 : -1].float(), -1)
+            log_probs = log_p.gather(-1, rows[:, PROMPT_LEN:, None])[..., 0]
+            ratio = (log_probs - log_probs.detach()).exp()
+            advantage = advantages[start : start + SEQUENCES_PER_PADDED_BATCH, None]
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            (loss.sum() / total).backward()
+        self.grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def compare_speed(policy: Policy, rounds: int) -> None:
+    """Time both sides in turns and print the ratio."""
+    config = make_config()
+    shard, engine = sample_rollout(policy, config, 0)
+    asyncio.run(engine.close())
+    worker = TrainWorker(policy, config, engine=engine)
+    plain = PlainTrainer(policy, config)
+    advantages = worker._make_batch(shard).advantages.view(len(shard.samples), ANSWER_LEN)[:, 0]
+    num_tokens = sum(len(sample.tokens) for sample in shard.samples)
+    speeds: dict[str, list[float]] = {"limes": [], "plain": []}
+    norms: list[tuple[float, float]] = []
+
+    def train_limes() -> None:
+        norms.append((worker.train(0, shard)["train/grad_norm"], plain.grad_norm))
+
+    def train_plain() -> None:
+        plain.train(shard, advantages)
+        norms[-1] = (norms[-1][0], plain.grad_norm)
+
+    for round_id in range(rounds):
+        for name, step in {"limes": train_limes, "plain": train_plain}.items():
+            gflops = matmul_gflops()
+            speeds[name].append(num_tokens / timed(step))
+            print(f"round {round_id}: {name:6} {speeds[name][-1]:6.1f} tok/s, matrix product {gflops:.0f} GFLOP/s")
+        print(f"round {round_id}: gradient norm limes {norms[-1][0]:.6f}, plain {norms[-1][1]:.6f}")
+    ratios = [ours / theirs for ours, theirs in zip(speeds["limes"], speeds["plain"], strict=True)]
+    print(f"limes    {spread(speeds['limes'])} tok/s")
+    print(f"plain    {spread(speeds['plain'])} tok/s (padded batches of {SEQUENCES_PER_PADDED_BATCH} sequences)")
+    print(f"ratio    {spread(ratios, 2)}")
+
+
+def compare_log_probs(policy: Policy) -> None:
+    """|trainer - engine log-prob| at three temperatures, before and after an update of the shared weights."""
+    pointers = [parameter.data_ptr() for parameter in policy.model.parameters()]
+    for temperature in (0.6, 1.0, 1.7):
+        config = make_config(temperature)
+        for when in ("before", "after"):
+            shard, engine = sample_rollout(policy, config, 1)
+            worker = TrainWorker(policy, config, engine=engine)
+            metrics = worker.train(0, shard)
+            asyncio.run(engine.close())
+            print(
+                f"temperature {temperature}, {when} an update: mean |trainer - engine log-prob| "
+                f"{metrics['train/logprob_abs_diff']:.1e}, largest {metrics['train/logprob_abs_diff_max']:.1e}"
+            )
+    same = pointers == [parameter.data_ptr() for parameter in policy.model.parameters()]
+    print(f"engine and trainer read the same memory throughout: {same}")
+
+
+def main() -> None:
+    """Print both sides."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    print(describe())
+    policy = load_policy(load_config(None, {"rollout.num_rollout": 1}).model)
+    policy.end_token_ids = ()
+    compare_speed(policy, rounds)
+    compare_log_probs(policy)
+
+
+if __name__ == "__main__":
+    main()

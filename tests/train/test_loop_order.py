@@ -1,0 +1,249 @@
+"""The order of the loop's calls, compared with the loop it follows, and its endings."""
+
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+
+import limes.train as loop
+from limes.config import Config, load_config
+from limes.records import Sample
+from limes.run import Console
+from limes.run.tracking import Tracking, init_tracking
+
+START = ["placements", "create manager", "create trainer", "onload_weights", "update_weights", "onload_kv"]
+END = ["dispose manager", "dispose trainer"]
+
+
+def step(rollout_id: int, *, save: bool = False, last: bool = False) -> list[str]:
+    """One colocated step."""
+    saving = [f"save_model {rollout_id} sync={last}", f"save {rollout_id}"] if save or last else []
+    return [
+        f"generate {rollout_id}",
+        "offload cuda_graph kv_cache",
+        f"train {rollout_id}",
+        *saving,
+        "clear_memory",
+        "onload_weights",
+        "update_weights",
+        "onload_kv",
+    ]
+
+
+class FakeManager:
+    def __init__(self, calls: list[str], fail_in: str | None) -> None:
+        self.calls = calls
+        self.fail_in = fail_in
+
+    def _record(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fail_in:
+            raise RuntimeError(f"fault in {call}")
+
+    async def generate(self, rollout_id: int) -> list[str]:
+        self._record(f"generate {rollout_id}")
+        return [f"shard of {rollout_id}"]
+
+    async def eval(self, rollout_id: int) -> dict[str, float]:
+        self._record(f"eval {rollout_id}")
+        return {}
+
+    async def show_samples(self, num: int) -> list[Sample]:
+        self._record(f"show {num}")
+        return []
+
+    async def offload(self, tags: list[str]) -> None:
+        self._record(f"offload {' '.join(tags)}")
+
+    async def onload_weights(self) -> None:
+        self._record("onload_weights")
+
+    async def onload_kv(self) -> None:
+        self._record("onload_kv")
+
+    async def save(self, rollout_id: int, folder: Path) -> None:
+        self._record(f"save {rollout_id}")
+        (folder / "rollout.json").touch()
+
+    async def dispose(self) -> None:
+        self._record("dispose manager")
+
+
+class FakeTrainer:
+    def __init__(self, calls: list[str], start_rollout_id: int, fail_in: str | None) -> None:
+        self.calls = calls
+        self.start_rollout_id = start_rollout_id
+        self.fail_in = fail_in
+
+    def _record(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fail_in:
+            raise RuntimeError(f"fault in {call}")
+
+    async def train(self, rollout_id: int, shards: list[str]) -> dict[str, float]:
+        assert shards == [f"shard of {rollout_id}"]
+        self._record(f"train {rollout_id}")
+        return {}
+
+    async def update_weights(self) -> int:
+        self._record("update_weights")
+        return 1
+
+    async def clear_memory(self) -> None:
+        self._record("clear_memory")
+
+    async def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
+        (folder / "model").touch()
+        self._record(f"save_model {rollout_id} sync={force_sync}")
+
+    async def dispose(self) -> None:
+        self._record("dispose trainer")
+
+
+class Trace:
+    """Runs the loop with stand-ins for the roles and keeps its calls."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.folder = folder
+        self.err = io.StringIO()
+        self.configs: list[Config] = []
+        self.tracking: Tracking | None = None
+        self._monkeypatch = monkeypatch
+
+    def __call__(
+        self, *, per_epoch: int | None = None, start: int = 0, fail_in: str | None = None, **overrides: object
+    ) -> list[str]:
+        calls = self.calls
+
+        def create_placement_groups(config: Config) -> dict[str, str]:
+            calls.append("placements")
+            return {"rollout": "its place"}
+
+        async def create_rollout_manager(config: Config, placement: str, tracking: Tracking) -> tuple:
+            assert placement == "its place"
+            calls.append("create manager")
+            return FakeManager(calls, fail_in), per_epoch
+
+        async def create_training_models(config: Config, placements: dict, manager: FakeManager, tracking: Tracking):
+            assert isinstance(manager, FakeManager)
+            self.configs.append(config)
+            calls.append("create trainer")
+            if fail_in == "create trainer":
+                raise ValueError("no such checkpoint")
+            return FakeTrainer(calls, start, fail_in)
+
+        for stand_in in (create_placement_groups, create_rollout_manager, create_training_models):
+            self._monkeypatch.setattr(loop, stand_in.__name__, stand_in)
+        defaults = {"run.dir": str(self.folder), "run.num_shown_samples": 0}
+        config = load_config(None, defaults | overrides)
+        self.tracking = init_tracking(config, "trace", Console(out=io.StringIO(), err=self.err))
+        asyncio.run(loop.train(config, self.tracking))
+        return calls
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
+    return Trace(tmp_path, monkeypatch)
+
+
+def settings(**values: object) -> dict[str, object]:
+    """Dotted names from keywords: `eval__interval` is `eval.interval`."""
+    return {name.replace("__", "."): value for name, value in values.items()}
+
+
+def test_a_plain_run(trace: Trace) -> None:
+    calls = trace(**settings(rollout__num_rollout=3))
+    assert calls == [*START, *step(0), *step(1), *step(2, last=True), *END]
+
+
+def test_evaluation_comes_before_training_and_after_weights_have_changed(trace: Trace) -> None:
+    calls = trace(**settings(rollout__num_rollout=3, eval__interval=2))
+    assert calls == [*START, "eval 0", *step(0), *step(1), "eval 2", *step(2, last=True), *END]
+
+
+def test_evaluation_before_training_can_be_skipped(trace: Trace) -> None:
+    calls = trace(**settings(rollout__num_rollout=2, eval__interval=1, eval__skip_before_train=True))
+    assert calls == [*START, *step(0), "eval 1", *step(1, last=True), "eval 2", *END]
+
+
+def test_without_rollouts_it_evaluates_once_and_only_that(trace: Trace) -> None:
+    calls = trace(**settings(rollout__num_rollout=0, run__num_shown_samples=3))
+    assert calls == [*START, "eval 0", *END]
+
+
+def test_saving_falls_due_by_interval_and_after_the_last(trace: Trace) -> None:
+    calls = trace(**settings(rollout__num_rollout=5, checkpoint__save_interval=2))
+    assert calls == [
+        *START,
+        *step(0),
+        *step(1, save=True),
+        *step(2),
+        *step(3, save=True),
+        *step(4, last=True),
+        *END,
+    ]
+
+
+def test_epoch_ends_save_and_evaluate(trace: Trace) -> None:
+    calls = trace(
+        per_epoch=2, **settings(rollout__num_epoch=2, checkpoint__save_interval=9, eval__interval=9)
+    )
+    assert calls == [
+        *START,
+        "eval 0",
+        *step(0),
+        *step(1, save=True),
+        "eval 2",
+        *step(2),
+        *step(3, last=True),
+        "eval 4",
+        *END,
+    ]
+
+
+def test_the_trainer_is_told_how_long_the_run_is(trace: Trace) -> None:
+    """Its schedule needs the number that only the manager's data can give."""
+    trace(per_epoch=3, **settings(rollout__num_epoch=2))
+    assert trace.configs[0].rollout.num_rollout == 6
+
+
+def test_a_checkpoint_is_continued_after_its_rollout_without_a_first_evaluation(trace: Trace) -> None:
+    calls = trace(start=2, **settings(rollout__num_rollout=4, eval__interval=4))
+    assert calls == [*START, *step(2), *step(3, last=True), "eval 4", *END]
+
+
+def test_answers_are_shown_before_and_after(trace: Trace) -> None:
+    calls = trace(**settings(rollout__num_rollout=1, run__num_shown_samples=2))
+    assert calls == [*START, "show 2", *step(0, last=True), "show 2", *END]
+
+
+@pytest.mark.parametrize("fault", ["generate 1", "train 0", "save_model 2 sync=True", "save 2", "update_weights", "eval 0"])
+def test_a_fault_anywhere_still_disposes_everything(trace: Trace, fault: str) -> None:
+    with pytest.raises(RuntimeError, match=f"fault in {fault}"):
+        trace(fail_in=fault, **settings(rollout__num_rollout=3, eval__interval=1))
+    assert trace.calls[-2:] == END
+    assert trace.calls[-3] == fault
+
+
+def test_a_trainer_that_cannot_be_made_leaves_no_manager_behind(trace: Trace) -> None:
+    with pytest.raises(ValueError, match="no such checkpoint"):
+        trace(fail_in="create trainer", **settings(rollout__num_rollout=3))
+    assert trace.calls[-1] == "dispose manager"
+
+
+def test_a_fault_while_disposing_is_told_and_hides_nothing(trace: Trace) -> None:
+    trace(fail_in="dispose manager", **settings(rollout__num_rollout=1))
+    assert trace.calls[-2:] == END
+    assert "fault in dispose manager" in trace.err.getvalue()
+
+
+def test_checkpoints_are_whole_or_absent(trace: Trace) -> None:
+    """A save that fails half-way leaves neither a folder with a plain number nor a half one."""
+    with pytest.raises(RuntimeError, match="fault in save 1"):
+        trace(fail_in="save 1", **settings(rollout__num_rollout=3, checkpoint__save_interval=1))
+    assert trace.tracking is not None
+    checkpoints = trace.tracking.folder.checkpoints
+    assert [folder.name for folder in checkpoints.iterdir()] == ["000000"]
+    assert sorted(file.name for file in (checkpoints / "000000").iterdir()) == ["model", "rollout.json"]
