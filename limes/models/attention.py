@@ -144,7 +144,8 @@ def _similar(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _pad(rows: Sequence[Row], device: torch.device) -> tuple[_Batch, list[int]]:
-    """Padded queries repeat the last one and padded keys are masked, so that no softmax is empty."""
+    """Padding repeats a row's last query and last key: no softmax is empty, and no row reads another's numbers, which
+    even behind a mask would spread a NaN."""
     num_q, num_k = max(row.num for row in rows), max(len(row.path) for row in rows)
     query_index = np.zeros((len(rows), num_q), dtype=np.int64)
     key_index = np.zeros((len(rows), num_k), dtype=np.int64)
@@ -152,7 +153,7 @@ def _pad(rows: Sequence[Row], device: torch.device) -> tuple[_Batch, list[int]]:
     for r, row in enumerate(rows):
         local = np.minimum(np.arange(num_q), row.num - 1)
         query_index[r] = row.start + local
-        key_index[r, : len(row.path)] = row.path
+        key_index[r] = row.path[np.minimum(np.arange(num_k), len(row.path) - 1)]
         limit[r] = len(row.path) - row.num + local
     causal = all(len(row.path) == row.num for row in rows)
     mask = None if causal else torch.from_numpy(np.arange(num_k) <= limit[:, :, None]).unsqueeze(1).to(device)

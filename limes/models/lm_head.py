@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ class HeadTargets:
     row_M: Tensor
     token_M: Tensor
     offsets: list[int]
+
+    def __post_init__(self) -> None:
+        counts = torch.bincount(self.row_M, minlength=len(self.offsets) - 1)
+        assert counts.tolist() == [end - start for start, end in pairwise(self.offsets)], "offsets count rows' pairs"
+        assert bool((self.row_M.diff() >= 0).all()), "pairs are sorted by row"
 
 
 def head_log_probs(
@@ -73,14 +79,15 @@ class _HeadLogProbs(torch.autograd.Function):
             end = min(start + chunk, num_rows)
             logits_CV = _tempered_logits(hidden_PE[start:end], weight_VE, temperature)
             pairs = slice(targets.offsets[start], targets.offsets[end])
-            chosen = logits_CV[targets.row_M[pairs] - start, targets.token_M[pairs]]
+            row_M, token_M = targets.row_M[pairs] - start, targets.token_M[pairs]
             peak = logits_CV.amax(-1, keepdim=True)
             shifted_CV = logits_CV.sub_(peak)
+            chosen = shifted_CV[row_M, token_M]
             probs_CV = shifted_CV.exp()
             sum_C = probs_CV.sum(-1)
             normalisers[start:end] = sum_C.log() + peak[:, 0]
             entropies[start:end] = sum_C.log() - probs_CV.mul_(shifted_CV).sum(-1) / sum_C
-            log_probs[pairs] = chosen - normalisers[start:end].index_select(0, targets.row_M[pairs] - start)
+            log_probs[pairs] = chosen - sum_C.log().index_select(0, row_M)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_PE, weight_VE, normalisers, entropies)
         ctx.targets, ctx.temperature, ctx.chunk = targets, temperature, chunk

@@ -48,6 +48,11 @@ class Policy:
         return self.model.get_output_embeddings().weight
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head: token ids are below this."""
+        return self.head_weight.shape[0]
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return self.model.config.get_text_config().num_hidden_layers
@@ -88,14 +93,18 @@ def sliding_windows(settings: Any) -> list[int]:
 
 
 def find_end_tokens(model: PreTrainedModel, tokenizer: Any, folder: Path | None) -> tuple[int, ...]:
-    """End ids of the tokenizer, the model's config and, of its generation config, the end ids alone."""
+    """End ids of the tokenizer, the model's config and, of its generation config, the end ids alone.
+
+    Ids that the LM head has no row for can never be drawn and are left out.
+    """
     generation: Any = model.generation_config
     if folder is not None and (folder / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(folder)
     found: set[int] = set()
     for value in (tokenizer.eos_token_id, model.config.eos_token_id, getattr(generation, "eos_token_id", None)):
         found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return tuple(sorted(found))
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    return tuple(sorted(token for token in found if 0 <= token < vocab_size))
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:

@@ -150,7 +150,7 @@ class Sampler:
 
 def remaining_budget(sampling: SamplingParams, done: int) -> SamplingParams | None:
     """What is left for an answer that already has `done` tokens; None when nothing is."""
-    left = sampling.max_new_tokens
+    left = sampling.max_new_tokens - done
     if left <= 0:
         return None
     return replace(sampling, max_new_tokens=left, min_new_tokens=max(0, sampling.min_new_tokens - done))

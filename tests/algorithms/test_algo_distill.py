@@ -224,3 +224,15 @@ def test_bad_input_is_named(options, match):
         topk_loss(torch.zeros(2), torch.zeros(2))
     with pytest.raises(ValueError, match="old_log_probs"):
         topk_surrogate(torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2, 3), eps_clip=0.2)
+
+
+def test_only_the_student_gets_a_gradient():
+    student, old, teacher = (torch.full((2, 3), -1.5).requires_grad_() for _ in range(3))
+    for direction, tail in itertools.product(DIRECTIONS, TAILS):
+        loss, metrics = topk_loss(student, teacher, direction=direction, tail=tail)
+        loss.sum().backward()
+        assert not any(m.requires_grad for m in metrics.values())
+    topk_surrogate(student, old, teacher, eps_clip=0.2)[0].sum().backward()
+    assert student.grad is not None
+    assert old.grad is None
+    assert teacher.grad is None

@@ -169,6 +169,20 @@ def test_weights_touch_the_policy_loss_alone():
     torch.testing.assert_close(twice - kl_only, metrics["pg_loss"], rtol=0, atol=1e-12)
 
 
+def test_weights_are_constants_and_silent_under_the_mask():
+    batch = random_batch(0)
+    weights = weigh(batch, "tis token")
+    clean, gradient, _ = plain(batch, weights=weights)
+    tainted = torch.where(batch.mask != 0, weights, float("nan")).requires_grad_()
+    losses, other_gradient, _ = plain(batch, weights=tainted)
+    assert torch.equal(losses, clean)
+    assert torch.equal(gradient, other_gradient)
+    shape = {"lengths": batch.lengths, "mask": batch.mask, "policy_loss": "reinforce", "settings": {}}
+    assert not token_losses(batch.log_probs, batch.log_probs, batch.advantages, **shape, weights=tainted)[
+        0
+    ].requires_grad
+
+
 def test_opsm_joins_as_one_more_weight():
     batch = random_batch(0)
     shape = {"lengths": batch.lengths, "mask": batch.mask}

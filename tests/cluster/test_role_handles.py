@@ -147,7 +147,9 @@ def test_reports_reach_metrics_and_console_in_order(tracking: Tracking, err: io.
     asyncio.run(main())
     tracking.finish("done")
     lines = list(read_metrics(tracking.folder.metrics))
-    told = [(line["step"], next(iter(set(line) - {"step", "time"}))) for line in lines if "eval/reward_ci95" not in line]
+    told = [
+        (line["step"], next(iter(set(line) - {"step", "time"}))) for line in lines if "eval/reward_ci95" not in line
+    ]
     assert [line["step"] for line in lines] == [0] * 4 + [1] * 4 + [2]
     assert [name for _, name in told] == ["rollout/reward_mean", "train/loss", "perf/step_time_s"] * 2
     assert "rollout 1: 3 of 8 answers failed" in err.getvalue()

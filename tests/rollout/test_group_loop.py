@@ -130,10 +130,11 @@ def test_a_slow_early_group_is_waited_for_rather_than_replaced_by_a_fast_one() -
 
 
 def test_noise_is_keyed_by_the_place_in_the_rollout() -> None:
-    engine = FakeEngine(pauses=lambda request: request.key.sample_index % 5)
-    collect(FakeSource(), engine, rollout_id=9, keep=drop_every_third)
+    engine, source = FakeEngine(pauses=lambda request: request.key.sample_index % 5), FakeSource()
+    source.next_groups(3)  # earlier rollouts have drawn some
+    collect(source, engine, rollout_id=9, keep=drop_every_third)
     keyed = {request.key.sample_index: request.prompt_ids[0] for request in engine.requests}
-    assert all(prompt == 100 + position // 2 for position, prompt in keyed.items())
+    assert all(prompt == 103 + position // 2 for position, prompt in keyed.items())
     assert {(request.key.seed, request.key.rollout_id) for request in engine.requests} == {(42, 9)}
     assert len(keyed) == len(engine.requests), "two samples share their noise"
 

@@ -293,8 +293,9 @@ def test_disposing_ends_a_rollout_in_flight_and_closes_everything(stage: Callabl
         while len(s.engine.requests) < 6:
             await asyncio.sleep(0)
         await s.manager.dispose()
-        with pytest.raises(asyncio.CancelledError):
-            await rollout
+        async with asyncio.timeout(30):
+            with pytest.raises(asyncio.CancelledError):
+                await rollout
 
     asyncio.run(main())
     assert s.engine.calls == ["close"]

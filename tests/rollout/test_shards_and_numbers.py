@@ -15,7 +15,9 @@ from limes.rollout.shards import make_shards
 from limes.run.metrics import combine, reduce
 
 
-def answered(index: int, reward: object, *, group: int = 0, length: int = 3, status: Status = Status.COMPLETED) -> Sample:
+def answered(
+    index: int, reward: object, *, group: int = 0, length: int = 3, status: Status = Status.COMPLETED
+) -> Sample:
     sample = new_sample(index, group_index=group)
     sample.append_tokens([50 + index] * length, log_probs=[-1.0] * length, weight_versions=[1] * length)
     sample.reward, sample.status = reward, status  # type: ignore[assignment]
@@ -145,7 +147,9 @@ def test_parts_of_a_rollout_add_up_to_the_whole() -> None:
     whole = numbers(samples)
     parts = reduce([combine([sample_metrics(part, None, "rollout") for part in (samples[:1], samples[1:])])])
     interval = {"rollout/reward_ci95"}  # an interval does not add up
-    assert {k: v for k, v in parts.items() if k not in interval} == {k: v for k, v in whole.items() if k not in interval}
+    assert {k: v for k, v in parts.items() if k not in interval} == {
+        k: v for k, v in whole.items() if k not in interval
+    }
     assert (whole["rollout/response_len_max"], whole["rollout/reward_mean"]) == (4, 1.5)
 
 

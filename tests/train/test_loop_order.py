@@ -187,9 +187,7 @@ def test_saving_falls_due_by_interval_and_after_the_last(trace: Trace) -> None:
 
 
 def test_epoch_ends_save_and_evaluate(trace: Trace) -> None:
-    calls = trace(
-        per_epoch=2, **settings(rollout__num_epoch=2, checkpoint__save_interval=9, eval__interval=9)
-    )
+    calls = trace(per_epoch=2, **settings(rollout__num_epoch=2, checkpoint__save_interval=9, eval__interval=9))
     assert calls == [
         *START,
         "eval 0",
@@ -219,7 +217,9 @@ def test_answers_are_shown_before_and_after(trace: Trace) -> None:
     assert calls == [*START, "show 2", *step(0, last=True), "show 2", *END]
 
 
-@pytest.mark.parametrize("fault", ["generate 1", "train 0", "save_model 2 sync=True", "save 2", "update_weights", "eval 0"])
+@pytest.mark.parametrize(
+    "fault", ["generate 1", "train 0", "save_model 2 sync=True", "save 2", "update_weights", "eval 0"]
+)
 def test_a_fault_anywhere_still_disposes_everything(trace: Trace, fault: str) -> None:
     with pytest.raises(RuntimeError, match=f"fault in {fault}"):
         trace(fail_in=fault, **settings(rollout__num_rollout=3, eval__interval=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from operator import index
 
 from limes.engine.protocol import GenerateRequest, RequestRefused, SamplingParams
@@ -20,8 +21,8 @@ def check_request(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
             raise RequestRefused(f"{what} hold {unknown[0]}, the model knows ids 0 .. {vocab_size - 1}")
     if prompt_ids and not 0 <= request.first_position < len(prompt_ids):
         raise RequestRefused(
-            f"first_position = {request.first_position} of a prompt of {len(prompt_ids)} tokens; it counts the response "
-            "tokens at the prompt's end, and at least one token must come before them"
+            f"first_position = {request.first_position} of a prompt of {len(prompt_ids)} tokens; it counts the "
+            "response tokens that the prompt ends with, and at least one token must come before them"
         )
     _check_sampling(request.sampling)
     return prompt_ids
@@ -29,7 +30,7 @@ def check_request(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
 
 def _check_sampling(sampling: SamplingParams) -> None:
     rules = {
-        "temperature": (sampling.temperature >= 0, "0 or more"),
+        "temperature": (0 <= sampling.temperature < inf, "0 or more, and finite"),
         "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
         "top_k": (sampling.top_k == -1 or sampling.top_k > 0, "-1 or above 0"),
         "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),

@@ -322,11 +322,10 @@ class EmbeddedEngine:
                 elif piece.completes:
                     drawing.append(piece.owner)  # type: ignore[arg-type]
                     hidden.append(end[None])
-        for answer in scheduler.running:
-            if answer.prompt.ready and not answer.token_ids:
-                assert answer.prompt.last_hidden is not None
-                drawing.append(answer)
-                hidden.append(answer.prompt.last_hidden[None])
+        for answer in scheduler.first_draws():
+            assert answer.prompt.last_hidden is not None
+            drawing.append(answer)
+            hidden.append(answer.prompt.last_hidden[None])
         self.counters.num_steps += 1
         self.counters.num_prefill_tokens += sum(piece.num for piece in step.pieces)
         self.counters.num_shared_tokens = scheduler.num_prompt_tokens_shared
@@ -368,9 +367,7 @@ class EmbeddedEngine:
         if isinstance(end, Exception):
             answer.future.set_exception(end)
             return
-        answer.future.set_result(
-            GenerateResult(name, answer.token_ids, answer.log_probs, answer.weight_versions, end)
-        )
+        answer.future.set_result(GenerateResult(name, answer.token_ids, answer.log_probs, answer.weight_versions, end))
 
 
 def _banned(answer: Answer) -> tuple[int, ...]:

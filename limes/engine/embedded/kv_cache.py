@@ -131,11 +131,14 @@ class DecodeAttention:
 
 
 def _padded(cache: KVCache, paths: Seq[np.ndarray]) -> tuple[Tensor, Tensor, int]:
-    """Cache rows `[K * P * L]` of paths padded to the longest, a mask `[P, 1, L]` that is -inf on padding, and L."""
+    """Cache rows `[K * P * L]` of paths padded to the longest, a mask `[P, 1, L]` that is -inf on padding, and L.
+
+    Padding repeats a path's last slot: a slot that was never written may hold a NaN, which no mask keeps out.
+    """
     longest = max(len(path) for path in paths)
     slots = np.zeros((len(paths), longest), dtype=np.int64)
     mask = np.full((len(paths), 1, longest), -np.inf, dtype=np.float32)
     for i, path in enumerate(paths):
-        slots[i, : len(path)] = path
+        slots[i] = path[np.minimum(np.arange(longest), len(path) - 1)]
         mask[i, 0, : len(path)] = 0
     return cache.rows(slots).view(-1), torch.from_numpy(mask).to(cache.device, cache.keys.dtype), longest

@@ -13,6 +13,7 @@ from limes.engine.protocol import SampleKey, SamplingParams
 
 BLOCK = 256
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+WORD = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,15 @@ class Draw:
 
 
 def uniform_noise(draws: Sequence[Draw]) -> np.ndarray:
-    """A float64 in [0, 1) for each draw, a function of its key and position alone.
+    """A float64 in [0, 1) for each draw, a function of its key and position alone, each taken modulo 2**64.
 
     Four rounds of SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), one for each word of the key.
     """
-    words = np.array([(d.key.seed, d.key.rollout_id, d.key.sample_index, d.position) for d in draws], dtype=np.int64)
+    keys = ((d.key.seed, d.key.rollout_id, d.key.sample_index, d.position) for d in draws)
+    words = np.array([[int(word) & WORD for word in key] for key in keys], dtype=np.uint64).reshape(-1, 4)
     state = np.zeros(len(draws), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for word in words.astype(np.uint64).T:
+        for word in words.T:
             state = _mix((state ^ word) + GOLDEN)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -55,16 +57,18 @@ def sample_tokens(logits_RV: Tensor, draws: Sequence[Draw]) -> tuple[list[int], 
         draws: one for each row.
 
     Returns:
-        token ids and their log-probs under the distribution they were drawn from.
+        token ids and their log-probs under the distribution they were drawn from; NaN log-probs for rows that hold NaN,
+        an infinite logit, or nothing that can be drawn.
     """
     for r, draw in enumerate(draws):
         if draw.banned:
             logits_RV[r, list(draw.banned)] = -torch.inf
+    peak, best = logits_RV.max(-1, keepdim=True)
+    logits_RV.sub_(peak)  # before the division, which would overflow at low temperatures
     temperatures = [draw.sampling.temperature or 1.0 for draw in draws]
     if any(t != 1.0 for t in temperatures):
         logits_RV.div_(torch.tensor(temperatures, device=logits_RV.device)[:, None])
-    peak, best = logits_RV.max(-1, keepdim=True)
-    probs_RV = logits_RV.sub_(peak).exp_()
+    probs_RV = logits_RV.exp_()
     _cut(probs_RV, draws)
     chosen, total = _invert(probs_RV, torch.from_numpy(uniform_noise(draws)).to(logits_RV.device))
     greedy = torch.tensor([draw.sampling.temperature == 0 for draw in draws], device=logits_RV.device)

@@ -149,17 +149,16 @@ class Scheduler:
         for piece in step.pieces:
             piece.owner.num_computed += piece.num
 
-    def prompt_is_ready(self, prompt: Prompt, last_hidden: Tensor) -> list[Answer]:
-        """Record a prompt's last hidden state; returns the running answers that can draw their first token."""
+    def prompt_is_ready(self, prompt: Prompt, last_hidden: Tensor) -> None:
+        """Record a prompt's last hidden state."""
         prompt.last_hidden = last_hidden
         self.unfinished.remove(prompt)
         if prompt.num_users == 0:
             self._drop_pages(prompt)
-        return self.first_draws(prompt)
 
-    def first_draws(self, prompt: Prompt) -> list[Answer]:
-        """Running answers of a ready prompt that have no token yet."""
-        return [a for a in self.running if a.prompt is prompt and not a.token_ids]
+    def first_draws(self) -> list[Answer]:
+        """Running answers that have no token yet and whose prompt is ready."""
+        return [a for a in self.running if a.prompt.ready and not a.token_ids]
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -170,6 +169,7 @@ class Scheduler:
             if self._pages_to_start(answer) > self.pool.num_available and not self.running:
                 self._evict_idle_prompts(answer.prompt)
             if self._pages_to_start(answer) > self.pool.num_available:
+                assert self.running, "an answer that was let in fits when nothing else is there"
                 return
             self.waiting.popleft()
             if not answer.prompt.pages:
@@ -253,7 +253,7 @@ class Scheduler:
     def _evict_idle_prompts(self, keep: Prompt) -> None:
         """With nothing running, free all pages but those of `keep`, if it is ready."""
         self.pool.forget()
-        for prompt in [*self.prompts.values(), *self.unfinished]:
+        for prompt in [*(answer.prompt for answer in self.waiting), *self.unfinished]:
             if prompt is not keep or not prompt.ready:
                 self._drop_pages(prompt)
         self.unfinished = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import commonprefix
 from typing import Any
 
 from limes.engine.embedded.sequence import Answer
@@ -12,14 +13,23 @@ def finish_reason(answer: Answer, tokenizer: Any) -> FinishReason | None:
     """Why the answer ends with its newest token, or None. A stop wins over the length limit."""
     sampling, tokens = answer.request.sampling, answer.token_ids
     if len(tokens) >= sampling.min_new_tokens and (
-        tokens[-1] in answer.end_token_ids or (sampling.stop and _ends_with_stop(tokens, sampling.stop, tokenizer))
+        tokens[-1] in answer.end_token_ids or (sampling.stop and _completes_stop(answer, sampling.stop, tokenizer))
     ):
         return FinishReason.STOP
     return FinishReason.LENGTH if len(tokens) >= sampling.max_new_tokens else None
 
 
-def _ends_with_stop(tokens: list[int], stops: tuple[str, ...], tokenizer: Any) -> bool:
-    """A stop string lies in the last tokens; a character takes at most four byte tokens."""
-    window = 4 * max(len(stop) for stop in stops) + 4
-    text = tokenizer.decode(tokens[-window:], skip_special_tokens=False)
-    return any(stop in text for stop in stops)
+def _completes_stop(answer: Answer, stops: tuple[str, ...], tokenizer: Any) -> bool:
+    """The newest token completes a stop string, which may begin in the response tokens that the prompt ends with.
+
+    A character takes at most four byte tokens, so only the last tokens are looked at.
+    """
+    window = 4 * max(map(len, stops)) + 4
+    given = answer.prompt.token_ids[len(answer.prompt.token_ids) - answer.request.first_position :]
+    tokens = [*given[-window:], *answer.token_ids[-window:]][-window:]
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    if not any(stop in text for stop in stops):
+        return False
+    before = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+    num_old = len(commonprefix([before, text]))  # noqa: RUF071 - texts, not paths
+    return any(text.rfind(stop) + len(stop) > num_old for stop in stops if stop in text)
