@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from limes.cluster.handles import RolloutManagerHandle, TrainGroup
@@ -11,16 +12,23 @@ UNFINISHED = ".unfinished"
 
 
 async def save_checkpoint(
-    actor: TrainGroup, manager: RolloutManagerHandle, rollout_id: int, checkpoints: Path, *, force_sync: bool
+    models: Iterable[TrainGroup | None],
+    manager: RolloutManagerHandle,
+    rollout_id: int,
+    checkpoints: Path,
+    *,
+    force_sync: bool,
 ) -> Path:
-    """Write `<checkpoints>/<rollout id>`: weights, optimizer, schedule and the place in the data.
+    """Write `<checkpoints>/<rollout id>`: weights, optimizers and schedules of all `models`, and the place in the data.
 
     It is written under another name and gets its own at the end, so a folder with a plain number is always complete.
     """
     folder = checkpoints / f"{rollout_id:06d}"
     unfinished = folder.with_suffix(UNFINISHED)
     unfinished.mkdir()
-    await actor.save_model(rollout_id, unfinished, force_sync=force_sync)
+    for model in models:
+        if model is not None:
+            await model.save_model(rollout_id, unfinished, force_sync=force_sync)
     await manager.save(rollout_id, unfinished)
     return unfinished.rename(folder)
 

@@ -35,9 +35,9 @@ class Roles:
         self._tracking = tracking
         self._roles: list[Disposable] = []
 
-    def add(self, role: Disposable) -> None:
-        """End this role too."""
-        self._roles.append(role)
+    def add(self, *roles: Disposable | None) -> None:
+        """End these roles too; None is a role that this run does not have."""
+        self._roles.extend(role for role in roles if role is not None)
 
     async def dispose(self) -> None:
         """End all roles; a fault of one is told and keeps no other from ending. Nothing half-written stays behind."""

@@ -21,8 +21,8 @@ async def train(config: Config, tracking: Tracking) -> None:
         roles.add(manager)
         config, num_rollout = with_num_rollout(config, num_rollout_per_epoch, tracking)
 
-        actor = await create_training_models(config, placements, manager, tracking)
-        roles.add(actor)
+        actor, critic = await create_training_models(config, placements, manager, tracking)
+        roles.add(actor, critic)
 
         # always before anything is generated: the trainer's weights may be those of a checkpoint
         await manager.onload_weights()
@@ -42,24 +42,36 @@ async def train(config: Config, tracking: Tracking) -> None:
             shards = await manager.generate(rollout_id)
             await manager.offload(OFFLOAD_TAGS)
 
-            await actor.train(rollout_id, shards)
+            critic_only = rollout_id < config.critic.num_critic_only_steps
+            if critic is None:
+                await actor.train(rollout_id, shards)
+            else:
+                # the actor starts when the critic's values are there: a dependency of the calls, not a wait here
+                values = critic.submit_train(rollout_id, shards)
+                if not critic_only:
+                    await actor.train(rollout_id, shards, external_data=values)
+                await critic.finish_train(rollout_id, values)
 
             is_last = rollout_id == num_rollout - 1
             if is_last or should_run_periodic_action(
                 rollout_id, config.checkpoint.save_interval, num_rollout_per_epoch
             ):
-                await save_checkpoint(actor, manager, rollout_id, tracking.folder.checkpoints, force_sync=is_last)
+                models = [critic] if critic_only else [actor, critic]
+                await save_checkpoint(models, manager, rollout_id, tracking.folder.checkpoints, force_sync=is_last)
 
             await actor.clear_memory()
+            if critic is not None:
+                await critic.clear_memory()
 
             # KV cache and graphs come last: they need the room that training used, and the new weights in place
             await manager.onload_weights()
-            await actor.update_weights()
+            if not critic_only:
+                await actor.update_weights()
             await manager.onload_kv()
             tracking.step_ends(rollout_id)
 
             # an evaluation is named after the rollout that its weights would sample
-            if should_run_periodic_action(rollout_id, config.eval.interval, num_rollout_per_epoch):
+            if not critic_only and should_run_periodic_action(rollout_id, config.eval.interval, num_rollout_per_epoch):
                 await manager.eval(rollout_id + 1)
 
         await show_samples(manager, config, tracking, "after training")

@@ -151,7 +151,11 @@ def test_recipes_load_and_their_data_is_there(path: Path) -> None:
 def test_documents_name_files_that_exist(path: Path) -> None:
     text = text_of(path)
     ours = tuple(entry.name + "/" for entry in ROOT.iterdir() if entry.is_dir() and entry.name != "runs")
-    marked = [word for word in MARKED.findall(CODE_BLOCK.sub("", text)) if word.startswith(ours) and " " not in word]
+    marked = [
+        word
+        for word in MARKED.findall(CODE_BLOCK.sub("", text))
+        if word.startswith(ours) and not set(word) & set(" <*")
+    ]
     for name in marked:
         assert (ROOT / name).exists(), f"`{name}`"
     for target in LINK.findall(text):
@@ -199,8 +203,10 @@ def test_commands_in_documents_are_understood(path: Path, monkeypatch: pytest.Mo
                 assert result.returncode == 0, f"{line}\n{result.stderr}"
 
 
-def test_the_architecture_names_every_room() -> None:
+def test_the_architecture_names_every_room_and_section() -> None:
     text = text_of(ROOT / "docs" / "architecture.md")
+    settings = text.partition("\n## Settings\n")[2].partition("\n## ")[0]
+    assert [name for name in sections() if f"`{name}`" not in settings] == []
     for path in (ROOT / "limes").iterdir():
         if path.suffix == ".py" and not path.name.startswith("__"):
             assert re.search(rf"^  {path.name} ", text, re.MULTILINE), path.name

@@ -12,7 +12,7 @@ from torch import Tensor
 from limes.algorithms.advantages import group_relative, leave_one_out, per_token
 from limes.algorithms.choices import choose
 from limes.algorithms.groups import Ids, Rewards, Valid, scored
-from limes.algorithms.packed import Lengths, repeat_per_token, select, trained_lengths
+from limes.algorithms.packed import Lengths, check_packed, repeat_per_token, select, trained_lengths
 from limes.algorithms.returns import discounted_returns, gae, shaped_rewards
 from limes.algorithms.stepwise import step_wise
 from limes.algorithms.whitening import Moments, measure, whiten
@@ -99,7 +99,7 @@ class Estimator:
 
 
 def estimate(
-    name: str,
+    estimator: str | Estimator,
     inputs: EstimatorInputs,
     settings: EstimatorSettings | None = None,
     *,
@@ -109,7 +109,7 @@ def estimate(
     """Advantages and returns of this rank's tokens.
 
     Args:
-        name: a row of `ESTIMATORS`.
+        estimator: a name in `ESTIMATORS`, or a row of one's own.
         inputs: rewards and tokens.
         settings: None is the defaults.
         merge: turns this rank's moments into those of all ranks, for whitening; every rank calls it once, or none does.
@@ -119,13 +119,16 @@ def estimate(
         Two detached `[num_tokens]` tensors, 0 under the mask and on the tokens of invalid samples.
 
     Raises:
-        ValueError: unknown name, an input missing, or a `kl_coef` that this estimator would ignore.
+        ValueError: unknown name, an input missing, a `kl_coef` that this estimator would ignore, or results that are
+            not one number a token.
     """
     settings = settings or EstimatorSettings()
-    row = choose(ESTIMATORS, name, "advantage_estimator")
-    _check(name, row, inputs, settings)
+    row = estimator if isinstance(estimator, Estimator) else choose(ESTIMATORS, estimator, "advantage_estimator")
+    _check(estimator if isinstance(estimator, str) else "of one's own", row, inputs, settings)
     inputs = _without_invalid(inputs)
     advantages, returns = row.estimate(inputs, settings)
+    check_packed(advantages=advantages, returns=returns, mask=inputs.mask)
+    advantages, returns = select(advantages.detach(), inputs.mask), select(returns.detach(), inputs.mask)
     if row.whitens or settings.normalize_advantages:
         whole = merge(measure(advantages, inputs.mask))
         advantages = whiten(advantages, inputs.mask, unbiased=settings.unbiased, moments=whole)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from limes.algorithms.packed import check_packed, select
+from limes.algorithms.whitening import Moments
 
 
 def clipped(
@@ -40,3 +41,19 @@ def clipped(
         metrics["value_clipfrac"] = (bounded > loss).to(loss.dtype).detach()
         loss = torch.maximum(loss, bounded)
     return loss, metrics
+
+
+def explained_variance(errors: Moments, returns: Moments) -> float | None:
+    """1 - Var(R - V) / Var(R): 1 for a critic that foresees all, 0 for one that says a constant, below 0 for a worse one.
+
+    Args:
+        errors: moments of R - V over the masked-in tokens of the whole step (`whitening.measure`, `merge_moments`).
+        returns: moments of R.
+
+    Returns:
+        None where the returns are all the same but for rounding, or there are none.
+    """
+    rounding = 1e-6 * torch.maximum(returns.low.abs(), returns.high.abs())
+    if not bool(returns.high - returns.low > rounding):
+        return None
+    return 1.0 - float(errors.squares) / float(returns.squares)

@@ -80,18 +80,23 @@ class TrainGroup:
     """The train workers of one model, see `limes.training.worker.TrainWorker`.
 
     Attributes:
+        role: `actor` or `critic`; the first word of its spans.
         start_rollout_id: the first rollout to do; above 0 when a checkpoint was loaded.
     """
+
+    role = "actor"
 
     def __init__(self, actors: Sequence[LocalActor], tracking: Tracking, start_rollout_id: int = 0) -> None:
         self._actors = actors
         self._tracking = tracking
         self.start_rollout_id = start_rollout_id
 
-    async def train(self, rollout_id: int, shards: Sequence[Any]) -> dict[str, float]:
-        """Train on a rollout, each worker on its own shard."""
-        with self._tracking.span("actor.train", rollout_id=rollout_id):
-            metrics, *_ = await asyncio.gather(*self.submit_train(rollout_id, shards))
+    async def train(
+        self, rollout_id: int, shards: Sequence[Any], external_data: Sequence[Ref] | None = None
+    ) -> dict[str, float]:
+        """Train on a rollout, each worker on its own shard; `external_data` as in `submit_train`."""
+        with self._tracking.span(f"{self.role}.train", rollout_id=rollout_id):
+            metrics, *_ = await asyncio.gather(*self.submit_train(rollout_id, shards, external_data))
         self._tracking.record(rollout_id, metrics)
         return metrics
 
@@ -133,8 +138,24 @@ class TrainGroup:
         await asyncio.gather(*(asyncio.to_thread(actor.close) for actor in self._actors))
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
-        with self._tracking.span(f"actor.{method}", **rollout_of(args)):
+        with self._tracking.span(f"{self.role}.{method}", **rollout_of(args)):
             return await asyncio.gather(*(actor.call(method, *args) for actor in self._actors))
+
+
+class CriticGroup(TrainGroup):
+    """The critic's workers, see `limes.training.critic.CriticWorker`.
+
+    Their `train` gives values, as `submit_train`'s refs, and tells its metrics afterwards.
+    """
+
+    role = "critic"
+
+    async def finish_train(self, rollout_id: int, values: Sequence[Ref]) -> dict[str, float]:
+        """Wait for training that was submitted, and report it."""
+        await asyncio.gather(*values)
+        metrics, *_ = await self._all("report")
+        self._tracking.record(rollout_id, metrics)
+        return metrics
 
 
 def rollout_of(args: Sequence[Any]) -> dict[str, int]:

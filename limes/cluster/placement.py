@@ -32,4 +32,4 @@ def create_placement_groups(config: Config) -> dict[str, Placement]:
     """A place for each role; nothing is loaded yet."""
     assert config.cluster.kind == "local", config.cluster.kind
     shared = SharedModel()
-    return {role: Placement(role, shared) for role in ("rollout", "actor")}
+    return {role: Placement(role, shared) for role in ("rollout", "actor", "critic")}

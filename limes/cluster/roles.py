@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from limes.cluster.handles import RolloutManagerHandle, TrainGroup
+from limes.cluster.handles import CriticGroup, RolloutManagerHandle, TrainGroup
 from limes.cluster.local import LocalActor
 from limes.cluster.placement import Placement
 from limes.config import Config, batch_algebra
@@ -20,6 +20,7 @@ from limes.run.tracking import Tracking
 if TYPE_CHECKING:
     from limes.engine.embedded.engine import EmbeddedEngine
     from limes.models.policy import Policy
+    from limes.training.critic import CriticWorker
     from limes.training.worker import TrainWorker
 
 OFFLOAD_TAGS = ("cuda_graph", "kv_cache")
@@ -51,25 +52,45 @@ async def create_rollout_manager(
 
 async def create_training_models(
     config: Config, placements: dict[str, Placement], manager: RolloutManagerHandle, tracking: Tracking
-) -> TrainGroup:
-    """Start the actor's train worker on the manager's model; with `checkpoint.load`, both go on from there.
+) -> tuple[TrainGroup, CriticGroup | None]:
+    """Start the actor's train worker on the manager's model, and the critic's on one of its own where the algorithm has
+    one; with `checkpoint.load`, all go on from there.
 
     Raises:
-        ValueError: the checkpoint cannot be loaded, or the run it is of has nothing left to do.
+        ValueError: the checkpoint or the critic cannot be loaded, or the run it is of has nothing left to do.
     """
-    actor = LocalActor("actor", lambda: _build_worker(config, placements["actor"], tracking))
-    group = TrainGroup([actor], tracking)
+    worker = LocalActor("actor", lambda: _build_worker(config, placements["actor"], tracking))
+    actor, critic = TrainGroup([worker], tracking), None
     try:
-        await actor.ready()
+        await worker.ready()
+        if config.algorithm.advantage_estimator == "ppo":
+            second = LocalActor("critic", lambda: _build_critic(config, placements["critic"], tracking))
+            critic = CriticGroup([second], tracking)
+            await second.ready()
         if config.checkpoint.load is not None:
-            await group.load(Path(config.checkpoint.load))
-            group.start_rollout_id = await manager.load(Path(config.checkpoint.load)) + 1
-            refuse_nothing_to_do(config, group.start_rollout_id)
+            await _load_checkpoint(config, actor, critic, manager)
         gc.freeze()  # what is loaded by now stays; walking it in every collection costs up to a second a step
     except BaseException:
-        await group.dispose()
+        await asyncio.gather(*(group.dispose() for group in (actor, critic) if group is not None))
         raise
-    return group
+    return actor, critic
+
+
+async def _load_checkpoint(
+    config: Config, actor: TrainGroup, critic: CriticGroup | None, manager: RolloutManagerHandle
+) -> None:
+    """Go on from `checkpoint.load`. While the critic learns alone no actor is saved: it is still at its start."""
+    from limes.training.checkpoint import MODEL
+
+    assert config.checkpoint.load is not None
+    folder = Path(config.checkpoint.load)
+    start = await manager.load(folder) + 1
+    if start > config.critic.num_critic_only_steps or (folder / MODEL).exists():
+        await actor.load(folder)
+    if critic is not None:
+        await critic.load(folder)
+    refuse_nothing_to_do(config, start)
+    actor.start_rollout_id = start
 
 
 def refuse_nothing_to_do(config: Config, start_rollout_id: int) -> None:
@@ -115,12 +136,17 @@ def load_model(config: ModelConfig, console: Console) -> Policy:
     from limes.models.load import load_policy
     from limes.training.checkpoint import MODEL
 
-    inner = Path(config.path) / MODEL
-    path = str(inner) if (inner / "config.json").is_file() else config.path
+    path = model_inside(config.path, MODEL)
     with console.phase("load model", detail=path):
         policy = load_policy(config.model_copy(update={"path": path}), notice=console.notice)
     console.notice(f"model: {path}, {describe_policy(policy)}")
     return policy
+
+
+def model_inside(path: str, *places: str) -> str:
+    """The first model folder at one of the `places` in a checkpoint folder; any other path as it is."""
+    inner = (Path(path) / place for place in places)
+    return next((str(folder) for folder in inner if (folder / "config.json").is_file()), path)
 
 
 def describe_policy(policy: Policy) -> str:
@@ -181,3 +207,17 @@ def _build_worker(config: Config, placement: Placement, tracking: Tracking) -> T
     assert shared.policy is not None, "the rollout manager is built first"
     assert shared.engine is not None
     return TrainWorker(shared.policy, config, engine=shared.engine, samples_folder=tracking.folder.rollouts)
+
+
+def _build_critic(config: Config, placement: Placement, tracking: Tracking) -> CriticWorker:
+    from limes.models.value_head import load_value_model
+    from limes.training.checkpoint import CRITIC, MODEL
+    from limes.training.critic import CriticWorker
+
+    policy, console = placement.shared.policy, tracking.console
+    assert policy is not None, "the rollout manager is built first"
+    path = config.critic.path
+    path = str(policy.folder) if path is None else model_inside(path, f"{CRITIC}/{MODEL}", MODEL)
+    with console.phase("load critic", detail=path):
+        model = load_value_model(config.model, path, notice=console.notice)
+    return CriticWorker(model, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from limes.config.algorithm_checks import ALGORITHM
 from limes.config.derived import effective, value_of
 
 if TYPE_CHECKING:
@@ -88,14 +89,6 @@ def _steps_divide(config: Config) -> Iterator[str]:
         )
 
 
-def _groups_compare(config: Config) -> Iterator[str]:
-    if config.algorithm.advantage_estimator == "grpo" and config.rollout.n_samples_per_prompt == 1:
-        yield (
-            "rollout.n_samples_per_prompt = 1 leaves algorithm.advantage_estimator = grpo nothing to compare: "
-            "every advantage would be 0; use 2 or more"
-        )
-
-
 def _one_policy(config: Config) -> Iterator[str]:
     if config.rollout.temperature == 0:
         yield (
@@ -112,33 +105,29 @@ def _one_policy(config: Config) -> Iterator[str]:
             )
 
 
-def _clip_range(config: Config) -> Iterator[str]:
-    low, high, dual = config.algorithm.eps_clip, config.algorithm.eps_clip_high, config.algorithm.eps_clip_c
-    if high is not None and high < low:
-        yield f"algorithm.eps_clip_high = {high} is below algorithm.eps_clip = {low}; raise it to {low} or leave it out"
-    bound = 1 + (low if high is None else high)
-    if dual is not None and dual <= bound:
-        yield f"algorithm.eps_clip_c = {dual} is inside the clip range, which ends at {bound:g}; use more, such as 3"
-
-
-def _aggregation(config: Config) -> Iterator[str]:
-    constant, how = config.algorithm.aggregation_constant, config.algorithm.aggregation
-    if constant is not None and how != "constant":
-        yield (
-            f"algorithm.aggregation_constant = {constant} has no effect with algorithm.aggregation = {how}; "
-            "set algorithm.aggregation to constant, or leave the constant out"
-        )
-
-
 def _schedule(config: Config) -> Iterator[str]:
-    lowest, peak, shape = config.trainer.min_lr, config.trainer.lr, config.trainer.lr_schedule
-    if shape == "constant" and lowest:
-        yield (
-            f"trainer.min_lr = {lowest} has no effect with trainer.lr_schedule = constant; "
-            "set the schedule to linear or cosine, or leave trainer.min_lr out"
-        )
-    elif lowest > peak:
-        yield f"trainer.min_lr = {lowest} is above trainer.lr = {peak}; lower it to {peak} or less"
+    for section in ("trainer", "critic"):
+        lowest, peak, shape = (value_of(config, f"{section}.{name}") for name in ("min_lr", "lr", "lr_schedule"))
+        if shape == "constant" and lowest:
+            yield (
+                f"{section}.min_lr = {lowest} has no effect with {section}.lr_schedule = constant; "
+                f"set the schedule to linear or cosine, or leave {section}.min_lr out"
+            )
+        elif lowest > peak:
+            yield f"{section}.min_lr = {lowest} is above {section}.lr = {peak}; lower it to {peak} or less"
+
+
+def _critic_has_ppo(config: Config) -> Iterator[str]:
+    estimator = config.algorithm.advantage_estimator
+    if estimator == "ppo":
+        return
+    for name, field in type(config.critic).model_fields.items():
+        value = getattr(config.critic, name)
+        if value != field.default:
+            yield (
+                f"critic.{name} = {value} has no effect with algorithm.advantage_estimator = {estimator}, which has no "
+                f"critic; set the estimator to ppo, or leave critic.{name} out"
+            )
 
 
 Check = Callable[["Config"], Iterator[str]]
@@ -146,9 +135,8 @@ ALWAYS: tuple[Check, ...] = (_length_of_run, _answers_fit, _eval_answers_differ,
 TRAINING: tuple[Check, ...] = (
     _over_sampling,
     _steps_divide,
-    _groups_compare,
     _one_policy,
-    _clip_range,
-    _aggregation,
     _schedule,
+    _critic_has_ppo,
+    *ALGORITHM,
 )

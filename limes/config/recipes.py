@@ -11,7 +11,15 @@ from typing import Any
 
 import limes
 
-PATHS = ("model.path", "model.chat_template", "data.prompt_data", "eval.prompt_data", "checkpoint.load")
+PATHS = (
+    "model.path",
+    "model.ref_path",
+    "model.chat_template",
+    "critic.path",
+    "data.prompt_data",
+    "eval.prompt_data",
+    "checkpoint.load",
+)
 """Settings that may name a file or folder to read."""
 
 

@@ -8,6 +8,7 @@ from limes.config.algorithm import AlgorithmConfig
 from limes.config.base import Section
 from limes.config.checkpoint import CheckpointConfig
 from limes.config.cluster import ClusterConfig
+from limes.config.critic import CriticConfig
 from limes.config.data import DataConfig
 from limes.config.engine import EngineConfig
 from limes.config.eval import EvalConfig
@@ -28,6 +29,7 @@ class Config(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

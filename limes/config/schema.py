@@ -162,6 +162,8 @@ def _likeness(name: str, candidate: str) -> float:
     if len(leaf) > 2 and other_leaf.startswith(leaf):
         words = max(words, 0.8)
     same_section = difflib.SequenceMatcher(None, section, other_section).ratio()
+    if same_section < 0.6:  # another section, not a misspelled one: letters in common mean nothing
+        same_section = 0.0
     whole = difflib.SequenceMatcher(None, name.replace(".", "_"), candidate.replace(".", "_")).ratio()
     return max(0.9 * words + 0.1 * same_section, 0.95 * whole)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from limes.config.model import ModelConfig
 from limes.models.policy import Policy, make_policy
+from limes.models.self_check import check_served, own_distributions
 from limes.models.source import resolve_model
 from limes.models.tokenizer import load_tokenizer
 
 Notice = Callable[[str], None]
+
+SERVED = "dense decoders such as Llama, Qwen2, Qwen3 and SmolLM work"
 
 
 def load_policy(config: ModelConfig, *, notice: Notice = lambda text: None) -> Policy:
@@ -29,7 +33,24 @@ def load_policy(config: ModelConfig, *, notice: Notice = lambda text: None) -> P
     refuse_unsupported(settings, config.path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(folder, config.chat_template)
-    return make_policy(model.to(device), tokenizer, folder=folder)
+    return make_checked_policy(model.to(device), tokenizer, folder, config.path)
+
+
+def make_checked_policy(model: PreTrainedModel, tokenizer: Any, folder: Path, path: str) -> Policy:
+    """Make a policy, and make sure that it says what the model said by itself.
+
+    Raises:
+        ValueError: it does not, or it fails.
+    """
+    try:
+        expected = own_distributions(model.eval())
+        policy = make_policy(model, tokenizer, folder=folder)
+        check_served(policy, expected)
+    except Exception as error:
+        raise ValueError(
+            f"model.path = {path}: limes does not serve {model.config.model_type}: {error or repr(error)}; {SERVED}"
+        ) from error
+    return policy
 
 
 def pick_device(name: str) -> torch.device:
@@ -64,12 +85,12 @@ def refuse_unsupported(settings: Any, path: str) -> None:
         "capped attention scores (attn_logit_softcapping)": bool(getattr(text, "attn_logit_softcapping", None)),
         "capped logits (final_logit_softcapping)": bool(getattr(text, "final_logit_softcapping", None)),
         "scaled logits (logits_scaling)": getattr(text, "logits_scaling", 1.0) not in (None, 1.0),
+        "scaled logits (logit_scale)": getattr(text, "logit_scale", 1.0) not in (None, 1.0),
         "experts": bool(getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0)),
         "encoder-decoder layers": bool(getattr(settings, "is_encoder_decoder", False)),
     }
     for what, present in faults.items():
         if present:
             raise ValueError(
-                f"model.path = {path}: {settings.model_type} has {what}, which limes does not serve; "
-                "dense decoders such as Llama, Qwen2, Qwen3 and SmolLM work"
+                f"model.path = {path}: {settings.model_type} has {what}, which limes does not serve; {SERVED}"
             )

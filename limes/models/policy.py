@@ -79,8 +79,7 @@ def make_policy(model: PreTrainedModel, tokenizer: Any, *, folder: Path | None =
     use_cpu_linears(model)
     model.eval()
     settings = model.config.get_text_config()
-    windows = sliding_windows(settings)
-    context = min([settings.max_position_embeddings, *windows])
+    context = min([settings.max_position_embeddings, *sliding_windows(settings), *longrope_limits(settings)])
     return Policy(model, tokenizer, find_end_tokens(model, tokenizer, folder), context, folder)
 
 
@@ -90,6 +89,13 @@ def sliding_windows(settings: Any) -> list[int]:
     kinds = getattr(settings, "layer_types", None)
     sliding = "sliding_attention" in kinds if kinds else bool(window) and getattr(settings, "use_sliding_window", True)
     return [int(window)] if window and sliding else []
+
+
+def longrope_limits(settings: Any) -> list[int]:
+    """Lengths up to which rotary positions do not depend on the longest sequence that is computed together."""
+    parameters = getattr(settings, "rope_parameters", None) or {}
+    kinds = [kind for kind in (parameters, *parameters.values()) if isinstance(kind, dict)]
+    return [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]
 
 
 def find_end_tokens(model: PreTrainedModel, tokenizer: Any, folder: Path | None) -> tuple[int, ...]:

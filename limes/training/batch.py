@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,8 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from limes.algorithms.estimators import EstimatorInputs, EstimatorSettings, estimate
+from limes.algorithms.estimators import Estimator, EstimatorInputs, EstimatorSettings, estimate
 from limes.records import Sample, TrainShard
+from limes.training.estimator import steps_of
 
 
 @dataclass
@@ -20,47 +22,73 @@ class TrainBatch:
     Attributes:
         samples: in the order of the tensors.
         lengths: response tokens of each.
-        mask: `[T]`, 1 on trained tokens.
+        loss_mask: `[T]`, 1 on tokens that the samples want trained.
+        mask: `[T]`, 1 on tokens that are: those that also have an engine log-prob.
         advantages: `[T]` float32.
-        rollout_log_probs: `[T]` float32, the engine's.
-        old_log_probs: `[T]` float32, of the policy before this rollout's first step; None while it is the current.
+        rollout_log_probs: `[T]` float32, the engine's; NaN where there is none.
+        old_log_probs: `[T]`, of the policy before this rollout's first step; None while it is the current.
+        ref_log_probs: `[T]`, of the reference; None without one.
     """
 
     samples: list[Sample]
     lengths: list[int]
+    loss_mask: Tensor
     mask: Tensor
     advantages: Tensor
     rollout_log_probs: Tensor
     old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
 
     @property
     def has_signal(self) -> bool:
         """Some trained token has an advantage."""
         return bool((self.advantages[self.mask != 0] != 0).any())
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens that would train if they had an engine log-prob."""
+        return int(((self.loss_mask != 0) & (self.mask == 0)).sum())
+
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The samples at `indices`, in that order."""
         starts = [0]
         for length in self.lengths:
             starts.append(starts[-1] + length)
-        tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices]).to(self.mask.device)
+        places = [torch.arange(starts[i], starts[i + 1]) for i in indices]
+        tokens = torch.cat([torch.empty(0, dtype=torch.int64), *places]).to(self.mask.device)
         return TrainBatch(
             samples=[self.samples[i] for i in indices],
             lengths=[self.lengths[i] for i in indices],
+            loss_mask=self.loss_mask[tokens],
             mask=self.mask[tokens],
             advantages=self.advantages[tokens],
             rollout_log_probs=self.rollout_log_probs[tokens],
             old_log_probs=None if self.old_log_probs is None else self.old_log_probs[tokens],
+            ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs[tokens],
         )
 
 
-def make_batch(shard: TrainShard, estimator: str, settings: EstimatorSettings, device: torch.device) -> TrainBatch:
+def make_batch(
+    shard: TrainShard,
+    estimator: str | Estimator,
+    settings: EstimatorSettings,
+    device: torch.device,
+    *,
+    kl: Tensor | None = None,
+    values: Tensor | None = None,
+) -> TrainBatch:
     """Tensors of a shard, advantages included.
 
     Group statistics come from the rewards of the whole rollout, so they do not depend on the cut into shards.
+
+    Args:
+        kl: `[T]` KL of the policy to the reference, for estimators that have it in their reward.
+        values: `[T]` of the critic.
     """
     lengths = [sample.response_length for sample in shard.samples]
-    mask = torch.tensor([m for sample in shard.samples for m in sample.loss_mask], device=device)
+    loss_mask = torch.tensor([m for sample in shard.samples for m in sample.loss_mask], device=device)
+    rollout_log_probs = _engine_log_probs(shard.samples).to(device)
+    mask = loss_mask * rollout_log_probs.isfinite()
     inputs = EstimatorInputs(
         rewards=shard.rewards,
         group_ids=shard.group_ids,
@@ -68,16 +96,20 @@ def make_batch(shard: TrainShard, estimator: str, settings: EstimatorSettings, d
         mask=mask,
         partition=shard.partition,
         valid=[num > 0 for num in shard.num_trained_tokens],
+        kl=kl,
+        values=values,
+        steps=steps_of(shard.samples),
     )
     advantages, _ = estimate(estimator, inputs, settings)
-    log_probs = [value for sample in shard.samples for value in sample.rollout_log_probs]
-    return TrainBatch(
-        samples=shard.samples,
-        lengths=lengths,
-        mask=mask,
-        advantages=advantages.to(device),
-        rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32, device=device),
-    )
+    return TrainBatch(shard.samples, lengths, loss_mask, mask, advantages.to(device), rollout_log_probs)
+
+
+def _engine_log_probs(samples: Sequence[Sample]) -> Tensor:
+    """`[T]` float32; NaN where the engine gave none, or none that is a finite number."""
+    found: list[float | None] = []
+    for sample in samples:
+        found += sample.rollout_log_probs or [None] * sample.response_length
+    return torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float32)
 
 
 def optimizer_steps(shard: TrainShard, num_steps: int) -> list[tuple[list[int], list[int]]]:
@@ -96,8 +128,3 @@ def optimizer_steps(shard: TrainShard, num_steps: int) -> list[tuple[list[int], 
         if trained:
             steps.append((own, trained))
     return steps
-
-
-def step_total(trained_tokens: Sequence[int], how: str) -> float:
-    """Denominator of an optimizer step: its trained tokens for `token_mean`, its trained sequences otherwise."""
-    return float(sum(trained_tokens)) if how == "token_mean" else float(len(trained_tokens))

@@ -17,16 +17,15 @@ from limes.training.optimizer import PolicyOptimizer
 MODEL = "model"
 OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"
+CRITIC = "critic"
+"""Folder of the critic's own three, inside the actor's."""
 
 
 def save(folder: Path, policy: Policy, optimizer: PolicyOptimizer, state: dict[str, Any]) -> None:
     """Write `model/`, loadable by transformers as it is, `optimizer.safetensors` and `trainer.json`."""
     policy.model.save_pretrained(folder / MODEL)
     policy.tokenizer.save_pretrained(folder / MODEL)
-    flat: dict[str, Tensor] = {}
-    for name, values in optimizer.state_dict().items():
-        flat |= {f"{name}/{key}": value.contiguous() for key, value in values.items()}
-    save_file(flat, folder / OPTIMIZER)
+    save_optimizer(folder, optimizer)
     (folder / TRAINER).write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -36,17 +35,43 @@ def load(folder: Path, policy: Policy, optimizer: PolicyOptimizer) -> dict[str, 
     Raises:
         ValueError: the folder is no checkpoint, or one of another model.
     """
-    missing = [name for name in (MODEL, OPTIMIZER, TRAINER) if not (folder / name).exists()]
-    if missing:
-        raise ValueError(f"checkpoint.load = {folder}: not a checkpoint, it lacks {', '.join(missing)}")
+    refuse_incomplete(folder)
     load_weights(folder / MODEL, policy)
+    load_optimizer(folder, optimizer)
+    state: dict[str, Any] = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
+    return state
+
+
+def save_optimizer(folder: Path, optimizer: PolicyOptimizer) -> None:
+    """Write `optimizer.safetensors`."""
+    flat: dict[str, Tensor] = {}
+    for name, values in optimizer.state_dict().items():
+        flat |= {f"{name}/{key}": value.contiguous() for key, value in values.items()}
+    save_file(flat, folder / OPTIMIZER)
+
+
+def load_optimizer(folder: Path, optimizer: PolicyOptimizer) -> None:
+    """Restore what `save_optimizer` wrote.
+
+    Raises:
+        ValueError: it is of another model.
+    """
     by_name: dict[str, dict[str, Tensor]] = {name: {} for name in optimizer.names}
     for key, value in load_file(folder / OPTIMIZER).items():
         name, _, entry = key.rpartition("/")
         by_name.setdefault(name, {})[entry] = value
     optimizer.load_state_dict(by_name)
-    state: dict[str, Any] = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
-    return state
+
+
+def refuse_incomplete(folder: Path) -> None:
+    """A worker's part of a checkpoint is whole.
+
+    Raises:
+        ValueError: it is not.
+    """
+    missing = [name for name in (MODEL, OPTIMIZER, TRAINER) if not (folder / name).exists()]
+    if missing:
+        raise ValueError(f"checkpoint.load = {folder}: not a checkpoint, it lacks {', '.join(missing)}")
 
 
 def load_weights(folder: Path, policy: Policy) -> None:

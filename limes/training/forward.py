@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from limes.models.lm_head import head_log_probs
 from limes.models.policy import Policy
 from limes.records import Sample
-from limes.training.packing import PackedBatch, pack
+from limes.training.packing import PackedBatch, cut_micro_batches, pack
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,17 @@ class PackedForward:
     def __call__(self, samples: Sequence[Sample]) -> TokenOutputs:
         """Outputs of the samples' response tokens, in the order given; with gradients if they are enabled."""
         return self.outputs(self.pack(samples))
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample], max_tokens: int) -> Tensor:
+        """Log-probs of the samples' response tokens, `[T]`, in passes of at most `max_tokens` tokens."""
+        lengths = [sample.response_length for sample in samples]
+        found: dict[int, Tensor] = {}
+        for indices in cut_micro_batches([s.tokens for s in samples], max_tokens, share=self.share_prefixes):
+            log_probs = self([samples[i] for i in indices]).log_probs
+            found.update(zip(indices, log_probs.split([lengths[i] for i in indices]), strict=True))
+        nothing = torch.empty(0, device=self.policy.device)
+        return torch.cat([nothing, *(found[i] for i in range(len(samples)))])
 
     def pack(self, samples: Sequence[Sample]) -> PackedBatch:
         """The packed form of some samples."""

@@ -123,7 +123,7 @@ def cut_micro_batches(sequences: Sequence[Sequence[int]], max_tokens: int, *, sh
 
 def _sorted_with_shared(arrays: list[np.ndarray], share: bool) -> list[tuple[int, int]]:
     """Indices in order of their tokens, each with how many computed tokens it has in common with the one before."""
-    if not share:
+    if not share or not arrays:
         return [(i, 0) for i in range(len(arrays))]
     order = sorted(range(len(arrays)), key=lambda i: (arrays[i].tolist(), i))
     shared = [0]

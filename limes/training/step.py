@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from limes.algorithms.aggregate import aggregate
-from limes.algorithms.metrics import Part, merge, quantile, reduce_tokens
-from limes.algorithms.objective import token_losses
-from limes.config import Config
-from limes.training.batch import TrainBatch, step_total
+from limes.algorithms.metrics import Part, effective_sample_size, merge, quantile, reduce_tokens, weight_sums
+from limes.training.batch import TrainBatch
 from limes.training.forward import PackedForward, TokenOutputs
+from limes.training.objective import BatchLoss, Objective, StepTotal
 from limes.training.optimizer import PolicyOptimizer
 
 
@@ -27,23 +25,27 @@ class StepMetrics:
         self.log_probs: dict[int, list[float]] = {}
         self._parts: dict[str, Part] = {}
         self._losses: list[float] = [0.0]
-        self._differences: list[Tensor] = []
+        self._gaps: list[Tensor] = []
+        self._importance = torch.zeros(3, dtype=torch.float64)
         self._norms: list[float] = []
         self._lr = 0.0
         self._num_tokens = 0
         self._num_computed = 0
 
-    def micro_batch(self, batch: TrainBatch, outputs: TokenOutputs, loss: Tensor, metrics: dict[str, Tensor]) -> None:
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps so far."""
+        return len(self._norms)
+
+    def micro_batch(self, batch: TrainBatch, outputs: TokenOutputs, part: BatchLoss) -> None:
         """Record one forward and backward pass."""
-        log_probs = outputs.log_probs.detach()
-        difference = (log_probs - batch.rollout_log_probs).abs()
-        metrics = metrics | {"logprob_abs_diff": difference, "logprob_abs_diff_max": difference}
-        self._parts = merge([self._parts, reduce_tokens(metrics, batch.mask)])
-        self._differences.append(difference[batch.mask != 0])
-        self._losses[-1] += float(loss.detach())
+        self._parts = merge([self._parts, part.metrics])
+        self._gaps.append(part.log_prob_gaps)
+        self._importance += weight_sums(part.importance, torch.ones_like(part.importance)).cpu()
+        self._losses[-1] += float(part.loss.detach())
         self._num_tokens += sum(len(sample.tokens) for sample in batch.samples)
         self._num_computed += outputs.num_computed
-        for sample, values in zip(batch.samples, log_probs.split(batch.lengths), strict=True):
+        for sample, values in zip(batch.samples, outputs.log_probs.detach().split(batch.lengths), strict=True):
             self.log_probs[sample.index] = values.tolist()
 
     def stepped(self, lr: float, norm: float) -> None:
@@ -55,8 +57,8 @@ class StepMetrics:
     def summary(self, seconds: float) -> dict[str, float]:
         """Plain numbers: token metrics over all trained tokens of the rollout, loss and norm as means over steps."""
         values = {f"train/{name}": part.result for name, part in self._parts.items()}
-        differences = torch.cat(self._differences)
-        values["train/logprob_abs_diff_p99"] = quantile(differences, torch.ones_like(differences), 0.99)
+        values |= _gap_metrics(torch.cat(self._gaps))
+        values["train/ess"] = effective_sample_size(self._importance)
         finite = [norm for norm in self._norms if norm < float("inf")]
         values |= {
             "train/loss": sum(self._losses) / len(self._norms),
@@ -70,55 +72,30 @@ class StepMetrics:
         return {name: value for name, value in values.items() if value is not None}
 
 
+def _gap_metrics(gaps: Tensor) -> dict[str, float | None]:
+    """|trainer - engine log-prob| over all trained tokens of the rollout."""
+    everywhere = torch.ones_like(gaps)
+    parts = reduce_tokens({"logprob_abs_diff": gaps, "logprob_abs_diff_max": gaps}, everywhere)
+    values = {f"train/{name}": part.result for name, part in parts.items()}
+    return values | {"train/logprob_abs_diff_p99": quantile(gaps, everywhere, 0.99)}
+
+
 def gradient_step(
     micro_batches: Sequence[TrainBatch],
     forward: PackedForward,
     optimizer: PolicyOptimizer,
-    config: Config,
-    trained_tokens: Sequence[int],
+    objective: Objective,
+    total: StepTotal,
     metrics: StepMetrics,
 ) -> None:
     """Add up the gradient of one optimizer step.
 
-    The denominator comes from `trained_tokens`, the counts of every sample of the step on every rank, so the cut into
-    micro-batches changes neither loss nor gradient.
+    The denominator, `total`, is that of every sample of the step on every rank, so the cut into micro-batches changes
+    neither loss nor gradient.
     """
-    total = step_total(trained_tokens, config.algorithm.aggregation)
     for batch in micro_batches:
         outputs = forward(batch.samples)
-        loss, token_metrics = batch_loss(batch, outputs, config, total)
-        loss.backward()
+        part = objective(batch, outputs, total)
+        part.loss.backward()
         optimizer.accumulate()
-        metrics.micro_batch(batch, outputs, loss, token_metrics)
-
-
-def batch_loss(
-    batch: TrainBatch, outputs: TokenOutputs, config: Config, total: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's part of the step's loss, and metrics a token."""
-    algorithm = config.algorithm
-    old_log_probs = outputs.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    losses, metrics = token_losses(
-        outputs.log_probs,
-        old_log_probs,
-        batch.advantages,
-        lengths=batch.lengths,
-        mask=batch.mask,
-        policy_loss=algorithm.policy_loss,
-        settings={
-            "eps_clip": algorithm.eps_clip,
-            "eps_clip_high": algorithm.eps_clip_high,
-            "eps_clip_c": algorithm.eps_clip_c,
-        },
-        entropy=outputs.entropy,
-        entropy_coef=algorithm.entropy_coef,
-    )
-    loss = aggregate(
-        losses,
-        batch.mask,
-        batch.lengths,
-        algorithm.aggregation,
-        total=total,
-        constant=algorithm.aggregation_constant or float(config.rollout.max_response_len),
-    )
-    return loss, metrics
+        metrics.micro_batch(batch, outputs, part)

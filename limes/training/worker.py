@@ -5,21 +5,27 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from limes.algorithms.estimators import EstimatorSettings
+from limes.algorithms import kl
 from limes.config import Config
 from limes.models.policy import Policy, enable_checkpointing
 from limes.records import TrainShard
 from limes.run import TrainRecord, write_train_records
 from limes.training import checkpoint
 from limes.training.batch import TrainBatch, make_batch, optimizer_steps
+from limes.training.estimator import build_estimator
 from limes.training.forward import PackedForward
+from limes.training.objective import Objective
 from limes.training.optimizer import PolicyOptimizer
 from limes.training.packing import cut_micro_batches
+from limes.training.reference import build_reference
 from limes.training.schedule import learning_rate
 from limes.training.step import StepMetrics, gradient_step
 
@@ -30,6 +36,22 @@ class SharedWeightsEngine(Protocol):
     async def set_weight_version(self, version: int) -> None:
         """The tensors have changed."""
         ...
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is known of a rollout's tokens before its first optimizer step, `[T]` each; None where nobody asks.
+
+    Attributes:
+        old: log-probs of the policy.
+        ref: log-probs of the reference.
+        kl: estimate of the KL to it that is in the reward.
+    """
+
+    rollout_id: int
+    old: Tensor | None
+    ref: Tensor | None
+    kl: Tensor | None
 
 
 class TrainWorker:
@@ -62,29 +84,50 @@ class TrainWorker:
             share_prefixes=config.trainer.share_prefixes,
             entropy_grad=config.algorithm.entropy_coef != 0,
         )
+        self._objective = Objective(config)
+        self._estimator, self._estimator_settings = build_estimator(config.algorithm)
+        self._reference = build_reference(policy, config)
+        self._scores: Scores | None = None
 
-    def train(self, rollout_id: int, shard: TrainShard) -> dict[str, float]:
+    def train(
+        self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
         """Train on one rollout; returns metrics.
 
-        Without a signal (all advantages 0 and no entropy bonus) nothing is computed and nothing moves, momentum
-        included; `train/skipped` is then 1.
+        Without a signal (all advantages 0, and no entropy bonus or KL in the loss) nothing is computed and nothing
+        moves, momentum included; `train/skipped` is then 1.
+
+        Args:
+            external_data: `values`, per sample the critic's, one number a response token.
         """
         started = time.perf_counter()
-        batch = self._make_batch(shard)
-        if not (batch.has_signal or self.config.algorithm.entropy_coef):
-            self._write_records(rollout_id, batch)
-            return {"train/skipped": 1.0, "train/lr": self._learning_rate()}
-        steps = optimizer_steps(shard, self.config.trainer.num_steps_per_rollout)
-        if len(steps) > 1:
-            batch.old_log_probs = self._log_probs(batch)
+        batch = self._make_batch(rollout_id, shard, external_data)
         metrics = StepMetrics()
-        for own, trained_tokens in steps:
-            part = batch.select(own)
-            micro_batches = [part.select(indices) for indices in self._cut(part)]
-            gradient_step(micro_batches, self._forward, self.optimizer, self.config, trained_tokens, metrics)
-            self._optimizer_step(metrics)
+        if batch.has_signal or self._objective.always_trains:
+            for own, trained_tokens in optimizer_steps(shard, self.config.trainer.num_steps_per_rollout):
+                part = batch.select(own)
+                total = self._objective.total(trained_tokens, part)
+                if total.tokens == 0:
+                    continue
+                micro_batches = [part.select(indices) for indices in self._cut(part)]
+                gradient_step(micro_batches, self._forward, self.optimizer, self._objective, total, metrics)
+                self._optimizer_step(metrics)
+        if self._reference is not None:
+            self._reference.rollout_done(rollout_id)
         self._write_records(rollout_id, batch, metrics)
-        return metrics.summary(time.perf_counter() - started)
+        report = {"train/missing_log_probs": float(batch.num_missing)}
+        if not metrics.num_steps:
+            return report | {"train/skipped": 1.0, "train/lr": self._learning_rate()}
+        return report | metrics.summary(time.perf_counter() - started)
+
+    def compute_kl(self, rollout_id: int, shard: TrainShard) -> dict[str, list[list[float]]]:
+        """`kl`: per sample the KL to the reference that is in the reward, one number a response token.
+
+        For a critic that trains on the rollout before this worker does; `train` then scores nothing again.
+        """
+        scores = self._score(rollout_id, shard)
+        assert scores.kl is not None, "no KL in the reward"
+        return {"kl": [values.tolist() for values in scores.kl.split([s.response_length for s in shard.samples])]}
 
     async def update_weights(self) -> int:
         """Tell the engine that its weights have changed; returns their version. No byte moves."""
@@ -102,6 +145,8 @@ class TrainWorker:
         """Write model, tokenizer, optimizer and schedule into a checkpoint folder. It is on the disk on return."""
         state = {"num_steps_done": self.num_steps_done, "weight_version": self.weight_version}
         checkpoint.save(folder, self.policy, self.optimizer, state)
+        if self._reference is not None:
+            self._reference.save(folder)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save_model` wrote.
@@ -109,27 +154,44 @@ class TrainWorker:
         Raises:
             ValueError: the folder is no checkpoint, or one of another model.
         """
+        if self._reference is not None:
+            self._reference.load(folder)
         state = checkpoint.load(folder, self.policy, self.optimizer)
         self.num_steps_done, self.weight_version = state["num_steps_done"], state["weight_version"]
 
-    def _make_batch(self, shard: TrainShard) -> TrainBatch:
-        algorithm = self.config.algorithm
-        settings = EstimatorSettings(std=algorithm.advantage_std, eps=algorithm.advantage_eps)
-        return make_batch(shard, algorithm.advantage_estimator, settings, self.policy.device)
+    def _make_batch(self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None) -> TrainBatch:
+        scores = self._score(rollout_id, shard)
+        self._scores = None
+        values = None
+        if external_data is not None:
+            flat = [value for row in external_data["values"] for value in row]
+            values = torch.tensor(flat, dtype=torch.float64, device=self.policy.device)
+        batch = make_batch(
+            shard, self._estimator, self._estimator_settings, self.policy.device, kl=scores.kl, values=values
+        )
+        batch.old_log_probs, batch.ref_log_probs = scores.old, scores.ref
+        return batch
+
+    def _score(self, rollout_id: int, shard: TrainShard) -> Scores:
+        """What must be known of a rollout's tokens before its first step; computed once a rollout."""
+        if self._scores is None or self._scores.rollout_id != rollout_id:
+            algorithm, trainer = self.config.algorithm, self.config.trainer
+            old = ref = penalty = None
+            if algorithm.kl_coef or self._objective.needs_old_log_probs(trainer.num_steps_per_rollout):
+                old = self._forward.score(shard.samples, trainer.max_tokens_per_micro_batch)
+            if self._reference is not None:
+                ref = self._reference.score(shard.samples)
+            if algorithm.kl_coef:
+                assert old is not None
+                assert ref is not None
+                penalty = kl.penalty(old, ref, algorithm.kl_loss_type or "k1")
+            self._scores = Scores(rollout_id, old, ref, penalty)
+        return self._scores
 
     def _cut(self, batch: TrainBatch) -> list[list[int]]:
         trainer = self.config.trainer
         tokens = [sample.tokens for sample in batch.samples]
         return cut_micro_batches(tokens, trainer.max_tokens_per_micro_batch, share=trainer.share_prefixes)
-
-    @torch.no_grad()
-    def _log_probs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log-probs of all tokens under the current policy."""
-        found: dict[int, torch.Tensor] = {}
-        for indices in self._cut(batch):
-            part = batch.select(indices)
-            found.update(zip(indices, self._forward(part.samples).log_probs.split(part.lengths), strict=True))
-        return torch.cat([found[i] for i in range(len(batch.samples))])
 
     def _learning_rate(self) -> float:
         trainer = self.config.trainer
@@ -137,16 +199,17 @@ class TrainWorker:
         return learning_rate(self.num_steps_done, total, trainer)
 
     def _optimizer_step(self, metrics: StepMetrics) -> None:
+        if self._reference is not None:
+            self._reference.before_step()
         lr = self._learning_rate()
         norm = self.optimizer.step(lr)
         metrics.stepped(lr, norm)
         if math.isfinite(norm):
             self.num_steps_done += 1
 
-    def _write_records(self, rollout_id: int, batch: TrainBatch, metrics: StepMetrics | None = None) -> None:
+    def _write_records(self, rollout_id: int, batch: TrainBatch, metrics: StepMetrics) -> None:
         if self._samples_folder is None:
             return
-        computed = {} if metrics is None else metrics.log_probs
         old = [None] * len(batch.samples) if batch.old_log_probs is None else batch.old_log_probs.split(batch.lengths)
         advantages = batch.advantages.split(batch.lengths)
         records = [
@@ -154,7 +217,7 @@ class TrainWorker:
                 index=sample.index,
                 advantages=advantage.tolist(),
                 old_log_probs=None if before is None else before.tolist(),
-                log_probs=computed.get(sample.index),
+                log_probs=metrics.log_probs.get(sample.index),
             )
             for sample, advantage, before in zip(batch.samples, advantages, old, strict=True)
         ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from limes.cluster.handles import RolloutManagerHandle, TrainGroup
+from limes.cluster.handles import CriticGroup, RolloutManagerHandle, TrainGroup
 from limes.cluster.local import LocalActor
 from limes.config import load_config
 from limes.rollout import Report
@@ -29,6 +29,9 @@ class Worker:
         if shard == "bad":
             raise ValueError(f"{self.name} cannot train on it")
         return f"values of {self.name}" if self.name.startswith("critic") else {"train/loss": 0.5}
+
+    def report(self) -> dict[str, float]:
+        return {"train/value_loss": 0.25}
 
     async def update_weights(self) -> int:
         self.version += 1
@@ -74,19 +77,25 @@ def test_the_actor_starts_when_the_critics_values_are_there(tracking: Tracking) 
     gate = threading.Event()
     critics = [LocalActor(f"critic{i}", lambda i=i: Worker(f"critic{i}", diary, gate)) for i in range(2)]
     actors = [LocalActor(f"actor{i}", lambda i=i: Worker(f"actor{i}", diary)) for i in range(2)]
-    critic, actor = TrainGroup(critics, tracking), TrainGroup(actors, tracking)
+    critic, actor = CriticGroup(critics, tracking), TrainGroup(actors, tracking)
 
     async def main() -> list:
         values = critic.submit_train(3, ["a", "b"])
-        trained = actor.submit_train(3, ["a", "b"], external_data=values)
+        training = asyncio.create_task(actor.train(3, ["a", "b"], external_data=values))
+        await asyncio.sleep(0)
         assert diary == []
         gate.set()
-        metrics = await asyncio.gather(*trained)
+        metrics = [await training, await critic.finish_train(3, values)]
         await critic.dispose()
         await actor.dispose()
         return metrics
 
-    assert asyncio.run(main()) == [{"train/loss": 0.5}] * 2
+    assert asyncio.run(main()) == [{"train/loss": 0.5}, {"train/value_loss": 0.25}]
+    tracking.finish("done")
+    told = [{k: v for k, v in line.items() if k != "time"} for line in read_metrics(tracking.folder.metrics)]
+    assert told == [{"step": 3, "train/loss": 0.5}, {"step": 3, "train/value_loss": 0.25}]
+    spans = tracking.folder.spans.read_text()
+    assert all(f'"name":"{name}"' in spans for name in ("actor.train", "critic.report"))
     assert sorted(diary) == [
         ("actor0", 3, "a", "values of critic0"),
         ("actor1", 3, "b", "values of critic1"),
@@ -96,7 +105,7 @@ def test_the_actor_starts_when_the_critics_values_are_there(tracking: Tracking) 
 
 
 def test_a_failing_critic_fails_the_actors_training_by_name(tracking: Tracking) -> None:
-    critic = TrainGroup([LocalActor("critic", lambda: Worker("critic", []))], tracking)
+    critic = CriticGroup([LocalActor("critic", lambda: Worker("critic", []))], tracking)
     actor = TrainGroup([LocalActor("actor", lambda: Worker("actor", []))], tracking)
 
     async def main() -> None:
@@ -109,6 +118,19 @@ def test_a_failing_critic_fails_the_actors_training_by_name(tracking: Tracking) 
     with pytest.raises(ValueError, match="critic cannot train on it") as caught:
         asyncio.run(main())
     assert "(in role 'critic', call 'train')" in caught.value.__notes__
+
+
+def test_a_critic_that_fails_alone_is_not_waited_for_in_vain(tracking: Tracking) -> None:
+    critic = CriticGroup([LocalActor("critic", lambda: Worker("critic", []))], tracking)
+
+    async def main() -> None:
+        try:
+            await critic.finish_train(0, critic.submit_train(0, ["bad"]))
+        finally:
+            await critic.dispose()
+
+    with pytest.raises(ValueError, match="critic cannot train on it"):
+        asyncio.run(main())
 
 
 def test_all_workers_get_every_call(tracking: Tracking, tmp_path: Path) -> None:

@@ -70,9 +70,7 @@ def test_tokens_and_log_probs_equal_a_float64_reference(
     rng = np.random.default_rng(seed)
     rows = np.float32(rng.normal(size=(6, vocab)) * spread)
     rows[:, 1:][rng.random((6, vocab - 1)) < share_impossible] = -np.inf
-    draws = [
-        draw(i, seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p) for i in range(len(rows))
-    ]
+    draws = [draw(i, seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p) for i in range(len(rows))]
     tokens, log_probs = sample_tokens(torch.from_numpy(rows.copy()), draws)
     for row, one, token, log_prob in zip(rows.astype(np.float64), draws, tokens, log_probs, strict=True):
         p = reference_distribution(row, one.sampling)

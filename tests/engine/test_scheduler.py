@@ -196,3 +196,121 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mix=st.lists(st.tuples(PROMPTS, st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5),
+    num_pages=st.integers(3, 20),
+    page_size=st.integers(1, 4),
+    max_running=st.integers(1, 8),
+    prefill_chunk=st.integers(1, 12),
+)
+def test_everything_let_in_ends_and_no_page_is_lost(mix, **sizes):
+    rig = Rig(**sizes)
+    num = sum(rig.add(prompt, new) for prompt, new, copies in mix for _ in range(copies))
+    rig.run()
+    assert len(rig.finished) == num
+    assert rig.scheduler.pool.num_available == rig.scheduler.pool.num_pages
+    assert not rig.scheduler.prompts
+
+
+def test_a_group_larger_than_the_batch_computes_its_prompt_once():
+    rig = Rig(num_pages=200, max_running=8)
+    for _ in range(40):
+        rig.add((1, 2, 3, 4, 5), 4)
+    rig.run()
+    assert rig.num_computed == 5 + 40 * 3  # the last token of an answer is never computed
+
+
+def test_answers_start_in_the_order_they_came_and_the_last_gives_way():
+    rig = Rig(num_pages=6, page_size=2, max_running=4, prefill_chunk=100)
+    for _ in range(4):
+        rig.add((1, 2), 6)
+    seen = []
+    while rig.scheduler.has_work:
+        rig.step()
+        seen.append([int(a.request.request_id) for a in rig.scheduler.running])
+        assert seen[-1] == sorted(seen[-1])
+    assert [int(a.request.request_id) for a in rig.finished] == [0, 1, 2, 3]
+    assert [0, 1, 2, 3] in seen
+    assert any(later == [0, 1] for later in seen)
+
+
+def test_prompts_of_old_weights_never_keep_a_waiting_answer_out():
+    """Two answers that kept their prompts through an update wait for the pages that each other's prompt holds."""
+    rig = Rig(num_pages=10, page_size=1, prefill_chunk=100, max_running=2)
+    rig.add((1, 1, 1, 1), 6)
+    rig.add((2, 2, 2, 2), 6)
+    rig.step()
+    rig.step()
+    rig.forget()
+    for answer in reversed(rig.scheduler.running[:]):
+        rig.scheduler.retract(answer)
+    rig.run()
+    assert len(rig.finished) == 2
+
+
+def test_an_aborted_prompt_goes_on_for_those_that_share_its_pages():
+    rig = Rig(num_pages=30, page_size=2, prefill_chunk=3)
+    rig.add((1, 1, 1, 1, 1, 1, 1, 5), 2)
+    rig.step()
+    rig.add((1, 1, 1, 1, 1, 1, 1, 6), 2)
+    rig.step()
+    first = rig.alive[0]
+    assert not first.prompt.ready
+    rig.finish(first)
+    rig.run()
+    assert rig.scheduler.num_prompt_tokens_shared == 6
+    assert rig.scheduler.pool.num_available == 30
+
+
+def test_a_known_beginning_is_found_again_until_the_weights_change():
+    rig = Rig(num_pages=30, page_size=2, prefill_chunk=100)
+    rig.add((1, 2, 3, 4, 5), 1)
+    rig.run()
+    before = rig.num_computed
+    rig.add((1, 2, 3, 4, 5), 1)
+    rig.run()
+    assert rig.num_computed - before == 1
+    rig.forget()
+    before = rig.num_computed
+    rig.add((1, 2, 3, 4, 5), 1)
+    rig.run()
+    assert rig.num_computed - before == 5
+
+
+def test_answers_that_have_tokens_keep_their_keys_through_an_update_and_others_start_over():
+    rig = Rig(num_pages=40, page_size=2, prefill_chunk=100, max_running=2)
+    for _ in range(3):
+        rig.add((1, 2, 3), 4)
+    rig.step()
+    rig.step()
+    rig.forget()
+    running, waiting = rig.scheduler.running, rig.scheduler.waiting
+    assert all(answer.prompt.ready and answer.num_computed == 1 for answer in running)
+    assert waiting[0].prompt is not running[0].prompt
+    before = rig.num_computed
+    rig.run()
+    assert rig.num_computed - before == 2 * 2 + 3 + 3  # nothing twice, and the prompt again for the third answer
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "new", "message"),
+    [
+        (0, 5, "needs a prompt token and a new token, got 0 and 5"),
+        (5, 0, "needs a prompt token and a new token, got 5 and 0"),
+        (60, 41, "prompt of 60 tokens \\+ 41 new tokens = 101 exceeds the context of 100"),
+        (20, 5, "need 13 pages of 2, the KV cache has 12; raise engine.kv_cache_tokens to 26"),
+    ],
+)
+def test_refusals_give_the_numbers(prompt_len, new, message):
+    with pytest.raises(RequestRefused, match=message):
+        Rig().scheduler.check_fits(prompt_len, new)
+
+
+def test_what_just_fits_runs():
+    rig = Rig(num_pages=12, page_size=2)
+    assert rig.add((1,) * 19, 4)
+    rig.run()
+    assert rig.finished

@@ -14,6 +14,8 @@ from limes.run.tracking import Tracking, init_tracking
 
 START = ["placements", "create manager", "create trainer", "onload_weights", "update_weights", "onload_kv"]
 END = ["dispose manager", "dispose trainer"]
+END_WITH_CRITIC = [*END, "dispose critic"]
+PPO = {"algorithm.advantage_estimator": "ppo"}
 
 
 def step(rollout_id: int, *, save: bool = False, last: bool = False) -> list[str]:
@@ -27,6 +29,28 @@ def step(rollout_id: int, *, save: bool = False, last: bool = False) -> list[str
         "clear_memory",
         "onload_weights",
         "update_weights",
+        "onload_kv",
+    ]
+
+
+def step_with_critic(
+    rollout_id: int, *, critic_only: bool = False, save: bool = False, last: bool = False
+) -> list[str]:
+    """One colocated step in which the critic is asked first and the actor gets its values."""
+    trained = [] if critic_only else [f"train {rollout_id} with values of {rollout_id}"]
+    saving = [] if critic_only else [f"save_model {rollout_id} sync={last}"]
+    saving = [*saving, f"critic save_model {rollout_id} sync={last}", f"save {rollout_id}"] if save or last else []
+    return [
+        f"generate {rollout_id}",
+        "offload cuda_graph kv_cache",
+        f"critic submit_train {rollout_id}",
+        *trained,
+        f"critic finish_train {rollout_id}",
+        *saving,
+        "clear_memory",
+        "critic clear_memory",
+        "onload_weights",
+        *([] if critic_only else ["update_weights"]),
         "onload_kv",
     ]
 
@@ -81,9 +105,9 @@ class FakeTrainer:
         if call == self.fail_in:
             raise RuntimeError(f"fault in {call}")
 
-    async def train(self, rollout_id: int, shards: list[str]) -> dict[str, float]:
+    async def train(self, rollout_id: int, shards: list[str], external_data: list[str] | None = None) -> dict:
         assert shards == [f"shard of {rollout_id}"]
-        self._record(f"train {rollout_id}")
+        self._record(" with ".join([f"train {rollout_id}", *(external_data or [])]))
         return {}
 
     async def update_weights(self) -> int:
@@ -99,6 +123,35 @@ class FakeTrainer:
 
     async def dispose(self) -> None:
         self._record("dispose trainer")
+
+
+class FakeCritic:
+    def __init__(self, calls: list[str], fail_in: str | None) -> None:
+        self.calls = calls
+        self.fail_in = fail_in
+
+    def _record(self, call: str) -> None:
+        self.calls.append(f"critic {call}")
+        if self.calls[-1] == self.fail_in:
+            raise RuntimeError(f"fault in critic {call}")
+
+    def submit_train(self, rollout_id: int, shards: list[str]) -> list[str]:
+        assert shards == [f"shard of {rollout_id}"]
+        self._record(f"submit_train {rollout_id}")
+        return [f"values of {rollout_id}"]
+
+    async def finish_train(self, rollout_id: int, values: list[str]) -> None:
+        assert values == [f"values of {rollout_id}"]
+        self._record(f"finish_train {rollout_id}")
+
+    async def clear_memory(self) -> None:
+        self._record("clear_memory")
+
+    async def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
+        self._record(f"save_model {rollout_id} sync={force_sync}")
+
+    async def dispose(self) -> None:
+        self.calls.append("dispose critic")
 
 
 class Trace:
@@ -132,7 +185,8 @@ class Trace:
             calls.append("create trainer")
             if fail_in == "create trainer":
                 raise ValueError("no such checkpoint")
-            return FakeTrainer(calls, start, fail_in)
+            critic = FakeCritic(calls, fail_in) if config.algorithm.advantage_estimator == "ppo" else None
+            return FakeTrainer(calls, start, fail_in), critic
 
         for stand_in in (create_placement_groups, create_rollout_manager, create_training_models):
             self._monkeypatch.setattr(loop, stand_in.__name__, stand_in)
@@ -215,6 +269,35 @@ def test_a_checkpoint_is_continued_after_its_rollout_without_a_first_evaluation(
 def test_answers_are_shown_before_and_after(trace: Trace) -> None:
     calls = trace(**settings(rollout__num_rollout=1, run__num_shown_samples=2))
     assert calls == [*START, "show 2", *step(0, last=True), "show 2", *END]
+
+
+def test_the_critic_goes_first_and_the_actor_gets_its_values(trace: Trace) -> None:
+    calls = trace(**PPO, **settings(rollout__num_rollout=2, eval__interval=1))
+    steps = [*step_with_critic(0), "eval 1", *step_with_critic(1, last=True), "eval 2"]
+    assert calls == [*START, "eval 0", *steps, *END_WITH_CRITIC]
+
+
+def test_while_the_critic_learns_alone_the_actor_is_neither_trained_saved_sent_nor_evaluated(trace: Trace) -> None:
+    options = settings(rollout__num_rollout=4, critic__num_critic_only_steps=2, checkpoint__save_interval=2)
+    calls = trace(**PPO, **options, **settings(eval__interval=1))
+    assert calls == [
+        *START,
+        "eval 0",
+        *step_with_critic(0, critic_only=True),
+        *step_with_critic(1, critic_only=True, save=True),
+        *step_with_critic(2),
+        "eval 3",
+        *step_with_critic(3, last=True),
+        "eval 4",
+        *END_WITH_CRITIC,
+    ]
+
+
+@pytest.mark.parametrize("fault", ["critic finish_train 0", "critic submit_train 1", "critic save_model 2 sync=True"])
+def test_a_fault_of_the_critic_disposes_everything(trace: Trace, fault: str) -> None:
+    with pytest.raises(RuntimeError, match=f"fault in {fault}"):
+        trace(fail_in=fault, **PPO, **settings(rollout__num_rollout=3, critic__num_critic_only_steps=1))
+    assert trace.calls[-4:] == [fault, *END_WITH_CRITIC]
 
 
 @pytest.mark.parametrize(

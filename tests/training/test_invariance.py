@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_cases import exact_policy, make_config, make_shard, parameters_after, shard_of, worker_for
 
-import limes.training.step as step_module
+import limes.training.objective as objective_module
 from limes.algorithms.estimators import EstimatorSettings
 from limes.training.batch import make_batch, optimizer_steps
 from limes.training.forward import PackedForward
+from limes.training.objective import Objective
 from limes.training.optimizer import PolicyOptimizer
 from limes.training.packing import cut_micro_batches
 from limes.training.step import StepMetrics, gradient_step
@@ -39,7 +40,8 @@ def gradient_of(shard, config, micro_batches=None, *, share=True, poison=None, s
     assert own == list(range(len(shard.samples)))
     metrics = StepMetrics()
     parts = [batch.select(indices) for indices in micro_batches or [own]]
-    gradient_step(parts, forward, optimizer, config, trained, metrics)
+    objective = Objective(config)
+    gradient_step(parts, forward, optimizer, objective, objective.total(trained, batch), metrics)
     gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
     metrics.stepped(0.0, 1.0)
     return metrics.summary(1.0), gradient
@@ -67,8 +69,8 @@ def test_cut_invariance_bites(monkeypatch):
     shard = make_shard(exact_policy(), config)
     cut = [[0, 1, 2], list(range(3, len(shard.samples)))]
     _, gradient = gradient_of(shard, config)
-    own = step_module.aggregate
-    monkeypatch.setattr(step_module, "aggregate", lambda *args, **options: own(*args, **(options | {"total": None})))
+    own = objective_module.aggregate
+    monkeypatch.setattr(objective_module, "aggregate", lambda *args, **named: own(*args, **(named | {"total": None})))
     _, faulty = gradient_of(shard, config, cut)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(faulty, gradient, rtol=0, atol=1e-10)
@@ -94,10 +96,10 @@ def test_mask_silence_bites(monkeypatch):
     def by_multiplication(losses, mask, lengths, how, *, total, constant):
         return (losses * mask).sum() / total
 
-    monkeypatch.setattr(step_module, "aggregate", by_multiplication)
-    own = step_module.token_losses
+    monkeypatch.setattr(objective_module, "aggregate", by_multiplication)
+    own = objective_module.token_losses
     monkeypatch.setattr(
-        step_module,
+        objective_module,
         "token_losses",
         lambda *args, **options: own(*args, **(options | {"mask": torch.ones_like(options["mask"])})),
     )

@@ -1,0 +1,130 @@
+"""A critic's network: the layers of a language model with one number a token on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from limes.config.model import ModelConfig
+from limes.models.attention import AttentionPlan, use_limes_attention
+from limes.models.cpu_linear import use_cpu_linears
+from limes.models.load import pick_device, pick_dtype, refuse_unsupported
+
+HEAD = "value_head.safetensors"
+"""The head's file in a critic's folder; everything else in it is a plain model folder of transformers."""
+
+
+@dataclass
+class ValueModel:
+    """Layers ready for packed forward passes, and the head.
+
+    Attributes:
+        backbone: a transformers model without LM head, attending through plans.
+        head: from the final hidden state to the value; in float32 at least, whatever type the layers have.
+    """
+
+    backbone: PreTrainedModel
+    head: nn.Linear
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.head.weight.device
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All that is trained, each tensor once."""
+        for name, parameter in self.backbone.named_parameters():
+            yield f"backbone.{name}", parameter
+        for name, parameter in self.head.named_parameters():
+            yield f"head.{name}", parameter
+
+    def hidden(self, token_ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan) -> Tensor:
+        """Final hidden states `[N, E]` of packed tokens."""
+        output = self.backbone(
+            input_ids=token_ids_N[None], position_ids=positions_N[None], use_cache=False, attention_plan=plan
+        )
+        return output.last_hidden_state[0]
+
+    def values(self, hidden_PE: Tensor) -> Tensor:
+        """The value of each hidden state, `[P]`, in the head's type. The sampling temperature has no part in it."""
+        return self.head(hidden_PE.to(self.head.weight.dtype)).squeeze(-1)
+
+    def save(self, folder: Path) -> None:
+        """Write a model folder with the head's file in it."""
+        self.backbone.save_pretrained(folder)
+        save_file({name: value.contiguous() for name, value in self.head.state_dict().items()}, folder / HEAD)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Copy what `save` wrote into the own tensors, where they lie.
+
+        Raises:
+            ValueError: the folder holds no critic, or another one.
+        """
+        if not (folder / HEAD).is_file():
+            raise ValueError(f"{folder} holds no critic: it lacks {HEAD}")
+        other = read_value_model(folder, self.backbone.dtype)
+        own, new = dict(self.named_parameters()), dict(other.named_parameters())
+        wrong = [n for n in {**own, **new} if n not in own or n not in new or own[n].shape != new[n].shape]
+        if wrong:
+            raise ValueError(f"{folder} holds another critic: {wrong[:3]} and {len(wrong)} tensors in all differ")
+        for name, parameter in own.items():
+            parameter.copy_(new[name])
+
+
+def make_value_model(backbone: PreTrainedModel) -> ValueModel:
+    """Put a head that says 0 for everything on a model without LM head, in place."""
+    use_limes_attention(backbone)
+    use_cpu_linears(backbone)
+    backbone.eval()
+    dtype = torch.promote_types(backbone.dtype, torch.float32)
+    head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, device=backbone.device, dtype=dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return ValueModel(backbone, head)
+
+
+def read_value_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | None = None, *, trust_remote_code: bool = False
+) -> ValueModel:
+    """A critic from a model folder: with the head that is saved in it, or a new one.
+
+    Raises:
+        ValueError: the model is of a kind that packed attention does not serve.
+    """
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    refuse_unsupported(settings, str(folder))
+    backbone = AutoModel.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = make_value_model(backbone.to(device or torch.device("cpu")))
+    if (folder / HEAD).is_file():
+        model.head.load_state_dict(load_file(folder / HEAD))
+    return model
+
+
+def load_value_model(
+    config: ModelConfig, path: str, *, notice: Callable[[str], None] = lambda text: None
+) -> ValueModel:
+    """The critic's network at `path`, on the device and in the type of `config`.
+
+    Args:
+        path: what `critic.path` may be.
+
+    Raises:
+        ValueError: the model cannot be found or is of a kind that is not served.
+    """
+    from limes.models.source import resolve_model
+
+    try:
+        folder = resolve_model(path, notice=notice)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path", "critic.path")) from error
+    device = pick_device(config.device)
+    return read_value_model(
+        folder, pick_dtype(config.dtype, device), device, trust_remote_code=config.trust_remote_code
+    )

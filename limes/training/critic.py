@@ -1,0 +1,242 @@
+"""The critic's worker: values for the actor, and optimizer steps towards the returns."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limes.algorithms import value_loss
+from limes.algorithms.aggregate import aggregate
+from limes.algorithms.estimators import EstimatorInputs, estimate
+from limes.algorithms.metrics import Part, merge, reduce_tokens
+from limes.algorithms.whitening import measure
+from limes.config import Config
+from limes.config.trainer import TrainerConfig
+from limes.models.policy import enable_checkpointing
+from limes.models.value_head import ValueModel
+from limes.records import Sample, TrainShard
+from limes.training import checkpoint
+from limes.training.batch import optimizer_steps
+from limes.training.estimator import build_estimator
+from limes.training.optimizer import PolicyOptimizer
+from limes.training.packing import cut_micro_batches
+from limes.training.schedule import learning_rate
+from limes.training.values import PackedValues
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What this rank's values are to become: one tensor a sample, one number a response token.
+
+    Attributes:
+        masks: not 0 on trained tokens; under 0 nothing else is read.
+        old_values: before this rollout's first step.
+        returns: from rewards and old values.
+    """
+
+    samples: list[Sample]
+    masks: list[Tensor]
+    old_values: list[Tensor]
+    returns: list[Tensor]
+
+
+class CriticWorker:
+    """Owns a critic and its optimizer on one device.
+
+    Attributes:
+        num_steps_done: optimizer steps so far; the schedule's clock.
+    """
+
+    def __init__(self, model: ValueModel, config: Config) -> None:
+        self.model, self.config = model, config
+        self.num_steps_done = 0
+        self._trainer = critic_trainer(config)
+        self.optimizer = PolicyOptimizer(model.named_parameters(), self._trainer)
+        if config.trainer.gradient_checkpointing:
+            enable_checkpointing(model.backbone)
+        self._estimator, self._estimator_settings = build_estimator(config.algorithm)
+        self._forward = PackedValues(model, share_prefixes=config.trainer.share_prefixes)
+        self._report: dict[str, float] = {}
+
+    def train(
+        self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None = None
+    ) -> dict[str, list[list[float]]]:
+        """Train on one rollout.
+
+        Args:
+            external_data: `kl`, per sample the policy's KL to the reference, one number a response token, where the
+                reward has a KL in it.
+
+        Returns:
+            `values`: for each sample of the shard one value a response token, by the weights as they were before.
+        """
+        started = time.perf_counter()
+        targets = self._targets(shard, None if external_data is None else external_data["kl"])
+        metrics = ValueMetrics(targets)
+        for own, trained_tokens in optimizer_steps(shard, self.config.trainer.num_steps_per_rollout):
+            total = float(sum(trained_tokens))
+            for indices in self._cut([targets.samples[i] for i in own]):
+                value_backward(self._forward, targets, [own[i] for i in indices], total, self.config, metrics)
+                self.optimizer.accumulate()
+            self._optimizer_step(metrics)
+        self._report = metrics.summary(time.perf_counter() - started)
+        return {"values": [values.tolist() for values in targets.old_values]}
+
+    def report(self) -> dict[str, float]:
+        """Metrics of the latest `train`."""
+        return self._report
+
+    def clear_memory(self) -> None:
+        """Give freed memory back to the device."""
+        gc.collect()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
+        """Write network, optimizer and schedule into `critic/` of a checkpoint folder. It is on the disk on return."""
+        own = folder / checkpoint.CRITIC
+        self.model.save(own / checkpoint.MODEL)
+        checkpoint.save_optimizer(own, self.optimizer)
+        (own / checkpoint.TRAINER).write_text(json.dumps({"num_steps_done": self.num_steps_done}), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save_model` wrote.
+
+        Raises:
+            ValueError: the folder has no critic in it, or another one.
+        """
+        own = folder / checkpoint.CRITIC
+        checkpoint.refuse_incomplete(own)
+        self.model.load(own / checkpoint.MODEL)
+        checkpoint.load_optimizer(own, self.optimizer)
+        self.num_steps_done = json.loads((own / checkpoint.TRAINER).read_text(encoding="utf-8"))["num_steps_done"]
+
+    @torch.no_grad()
+    def _targets(self, shard: TrainShard, kl: Sequence[Sequence[float]] | None) -> ValueTargets:
+        assert (kl is not None) == bool(self.config.algorithm.kl_coef), "a reward with a KL in it needs the KL"
+        lengths = [sample.response_length for sample in shard.samples]
+        device = self.model.device
+        trains = [shard.num_trained_tokens[position] > 0 for position in shard.partition]
+        masks = [[m * t for m in sample.loss_mask] for sample, t in zip(shard.samples, trains, strict=True)]
+        mask = torch.tensor([m for row in masks for m in row], dtype=torch.int64, device=device)
+        values = self._values(shard.samples)
+        inputs = EstimatorInputs(
+            rewards=shard.rewards,
+            group_ids=shard.group_ids,
+            lengths=lengths,
+            mask=mask,
+            partition=shard.partition,
+            valid=[num > 0 for num in shard.num_trained_tokens],
+            kl=None if kl is None else torch.tensor([k for row in kl for k in row], dtype=values.dtype, device=device),
+            values=values,
+        )
+        _, returns = estimate(self._estimator, inputs, self._estimator_settings, dtype=values.dtype)
+        cut = [list(tensor.split(lengths)) for tensor in (mask, values, returns)]
+        return ValueTargets(shard.samples, *cut)
+
+    def _values(self, samples: Sequence[Sample]) -> Tensor:
+        """Values of all tokens by the weights as they are, `[T]`."""
+        found: dict[int, Tensor] = {}
+        for indices in self._cut(samples):
+            part = [samples[i] for i in indices]
+            values = self._forward(part).split([sample.response_length for sample in part])
+            found.update(zip(indices, values, strict=True))
+        nothing = torch.empty(0, device=self.model.device, dtype=self.model.head.weight.dtype)
+        return torch.cat([nothing, *(found[i] for i in range(len(samples)))])
+
+    def _cut(self, samples: Sequence[Sample]) -> list[list[int]]:
+        trainer = self.config.trainer
+        tokens = [sample.tokens for sample in samples]
+        return cut_micro_batches(tokens, trainer.max_tokens_per_micro_batch, share=trainer.share_prefixes)
+
+    def _optimizer_step(self, metrics: ValueMetrics) -> None:
+        total = (self.config.rollout.num_rollout or 0) * self.config.trainer.num_steps_per_rollout
+        lr = learning_rate(self.num_steps_done, total, self._trainer)
+        norm = self.optimizer.step(lr)
+        metrics.stepped(lr, norm)
+        if math.isfinite(norm):
+            self.num_steps_done += 1
+
+
+class ValueMetrics:
+    """Gathers what the steps of a rollout have to report."""
+
+    def __init__(self, targets: ValueTargets) -> None:
+        self._targets = targets
+        self._parts: dict[str, Part] = {}
+        self._norms: list[float] = []
+        self._losses: list[float] = [0.0]
+        self._lr: float | None = None
+
+    def micro_batch(self, loss: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:
+        """Record one forward and backward pass."""
+        self._losses[-1] += float(loss.detach())
+        self._parts = merge([self._parts, reduce_tokens(metrics, mask)])
+
+    def stepped(self, lr: float, norm: float) -> None:
+        """Record an optimizer step; `norm` is the gradient's before clipping."""
+        self._lr = lr
+        self._norms.append(norm)
+        self._losses.append(0.0)
+
+    def summary(self, seconds: float) -> dict[str, float]:
+        """Plain numbers; what nothing was counted for is left out. Loss and norm are means over steps."""
+        finite = [norm for norm in self._norms if math.isfinite(norm)]
+        num_steps = len(self._norms)
+        clipped = self._parts.get("value_clipfrac")
+        found = {
+            "train/value_loss": sum(self._losses) / num_steps if num_steps else None,
+            "train/value_clipfrac": None if clipped is None else clipped.result,
+            "train/explained_variance": self._explained_variance(),
+            "train/critic_grad_norm": sum(finite) / len(finite) if finite else None,
+            "train/critic_nonfinite_grads": float(num_steps - len(finite)),
+            "train/critic_lr": self._lr,
+            "perf/critic_time_s": seconds,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _explained_variance(self) -> float | None:
+        targets = self._targets
+        if not targets.samples:
+            return None
+        old_values, returns, mask = (torch.cat(x) for x in (targets.old_values, targets.returns, targets.masks))
+        return value_loss.explained_variance(measure(returns - old_values, mask), measure(returns, mask))
+
+
+def value_backward(
+    forward: PackedValues,
+    targets: ValueTargets,
+    indices: Sequence[int],
+    total: float,
+    config: Config,
+    metrics: ValueMetrics,
+) -> None:
+    """Add the gradient of one micro-batch, the samples at `indices`, to that of its step.
+
+    The loss is the mean over the step's trained tokens, `total` of them on all ranks, so the cut into micro-batches
+    changes neither loss nor gradient.
+    """
+    samples = [targets.samples[i] for i in indices]
+    old_values, returns, mask = (
+        torch.cat([tensors[i] for i in indices]) for tensors in (targets.old_values, targets.returns, targets.masks)
+    )
+    losses, token_metrics = value_loss.clipped(
+        forward(samples), old_values, returns, value_clip=config.critic.value_clip, mask=mask
+    )
+    loss = aggregate(losses, mask, [s.response_length for s in samples], "token_mean", total=total)
+    loss.backward()
+    metrics.micro_batch(loss, token_metrics, mask)
+
+
+def critic_trainer(config: Config) -> TrainerConfig:
+    """The trainer's settings with the critic's own in their place."""
+    names = ("lr", "lr_schedule", "lr_warmup_steps", "min_lr", "clip_grad")
+    return config.trainer.model_copy(update={name: getattr(config.critic, name) for name in names})
