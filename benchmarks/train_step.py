@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from machine import describe, matmul_gflops, spread, timed
+from machine import describe, matmul_gflops, spread
 from transformers import AutoModelForCausalLM
 
+from limes.algorithms.advantages import group_relative
 from limes.config import Config, load_config
 from limes.engine.embedded.engine import EmbeddedEngine
 from limes.engine.protocol import GenerateRequest, SampleKey, SamplingParams
@@ -32,7 +36,7 @@ def make_config(temperature: float = 1.0) -> Config:
     """The settings of the limes side."""
     overrides = {
         "rollout": {"num_rollout": 100, "max_response_len": ANSWER_LEN, "temperature": temperature},
-        "trainer": {"lr": 1e-6, "max_tokens_per_micro_batch": 1024, "adam_beta2": 0.999},
+        "trainer": {"lr": 1e-6, "adam_beta2": 0.999},
     }
     return load_config(None, overrides)
 
@@ -64,30 +68,36 @@ def sample_rollout(policy: Policy, config: Config, rollout_id: int) -> tuple[Tra
 
 
 class PlainTrainer:
-    """The same step as a careful user would write it: padded batches, full logits, accumulated gradients."""
+    """The same step written plainly: padded batches, logits, log-softmax, gather, accumulated gradients.
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    Args:
+        all_positions: take the log-softmax of every position and drop the prompt's afterwards, as most people write it;
+            otherwise only that of the answers' positions, as a careful user would.
+    """
+
+    def __init__(self, policy: Policy, config: Config, *, all_positions: bool) -> None:
+        self.first = 0 if all_positions else PROMPT_LEN - 1
         self.model = AutoModelForCausalLM.from_pretrained(policy.folder, dtype=torch.float32)
         self.lr = config.trainer.lr
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr, weight_decay=0.0, fused=True)
-        self.grad_norm = 0.0
 
-    def train(self, shard: TrainShard, advantages: torch.Tensor) -> None:
-        """One optimizer step."""
+    def train(self, shard: TrainShard, advantages: torch.Tensor) -> float:
+        """One optimizer step; returns the gradient's norm before clipping."""
         total = sum(shard.num_trained_tokens)
         ids = torch.tensor([sample.tokens for sample in shard.samples])
         for start in range(0, len(ids), SEQUENCES_PER_PADDED_BATCH):
             rows = ids[start : start + SEQUENCES_PER_PADDED_BATCH]
             logits = self.model(rows, attention_mask=torch.ones_like(rows), use_cache=False).logits
-            log_p = torch.log_softmax(logits[:, PROMPT_LEN - 1 : -1].float(), -1)
-            log_probs = log_p.gather(-1, rows[:, PROMPT_LEN:, None])[..., 0]
+            log_p = torch.log_softmax(logits[:, self.first : -1].float(), -1)
+            log_probs = log_p.gather(-1, rows[:, self.first + 1 :, None])[:, -ANSWER_LEN:, 0]
             ratio = (log_probs - log_probs.detach()).exp()
             advantage = advantages[start : start + SEQUENCES_PER_PADDED_BATCH, None]
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             (loss.sum() / total).backward()
-        self.grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return norm
 
 
 def compare_speed(policy: Policy, rounds: int) -> None:
@@ -96,29 +106,29 @@ def compare_speed(policy: Policy, rounds: int) -> None:
     shard, engine = sample_rollout(policy, config, 0)
     asyncio.run(engine.close())
     worker = TrainWorker(policy, config, engine=engine)
-    plain = PlainTrainer(policy, config)
-    advantages = worker._make_batch(shard).advantages.view(len(shard.samples), ANSWER_LEN)[:, 0]
+    plain = {
+        "plain": PlainTrainer(policy, config, all_positions=True),
+        "careful": PlainTrainer(policy, config, all_positions=False),
+    }
+    advantages = group_relative(shard.rewards, shard.group_ids).float()
     num_tokens = sum(len(sample.tokens) for sample in shard.samples)
-    speeds: dict[str, list[float]] = {"limes": [], "plain": []}
-    norms: list[tuple[float, float]] = []
-
-    def train_limes() -> None:
-        norms.append((worker.train(0, shard)["train/grad_norm"], plain.grad_norm))
-
-    def train_plain() -> None:
-        plain.train(shard, advantages)
-        norms[-1] = (norms[-1][0], plain.grad_norm)
-
+    sides: dict[str, Callable[[], float]] = {"limes": lambda: worker.train(0, shard)["train/grad_norm"]}
+    sides |= {name: partial(trainer.train, shard, advantages) for name, trainer in plain.items()}
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
     for round_id in range(rounds):
-        for name, step in {"limes": train_limes, "plain": train_plain}.items():
-            gflops = matmul_gflops()
-            speeds[name].append(num_tokens / timed(step))
-            print(f"round {round_id}: {name:6} {speeds[name][-1]:6.1f} tok/s, matrix product {gflops:.0f} GFLOP/s")
-        print(f"round {round_id}: gradient norm limes {norms[-1][0]:.6f}, plain {norms[-1][1]:.6f}")
-    ratios = [ours / theirs for ours, theirs in zip(speeds["limes"], speeds["plain"], strict=True)]
+        for name, step in sides.items():
+            gflops, started = matmul_gflops(), time.perf_counter()
+            norm = step()
+            speeds[name].append(num_tokens / (time.perf_counter() - started))
+            print(
+                f"round {round_id}: {name:8} {speeds[name][-1]:6.1f} tok/s, gradient norm {norm:.6f}, "
+                f"matrix product {gflops:.0f} GFLOP/s",
+                flush=True,
+            )
     print(f"limes    {spread(speeds['limes'])} tok/s")
-    print(f"plain    {spread(speeds['plain'])} tok/s (padded batches of {SEQUENCES_PER_PADDED_BATCH} sequences)")
-    print(f"ratio    {spread(ratios, 2)}")
+    for name in plain:
+        ratios = [ours / theirs for ours, theirs in zip(speeds["limes"], speeds[name], strict=True)]
+        print(f"{name:8} {spread(speeds[name])} tok/s, limes is {spread(ratios, 2)} times as fast", flush=True)
 
 
 def compare_log_probs(policy: Policy) -> None:

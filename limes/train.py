@@ -46,8 +46,9 @@ async def train(config: Config, tracking: Tracking) -> None:
             if critic is None:
                 await actor.train(rollout_id, shards)
             else:
-                # the actor starts when the critic's values are there: a dependency of the calls, not a wait here
-                values = critic.submit_train(rollout_id, shards)
+                # what a call needs of the one before goes from role to role; nobody waits for it here
+                kl = actor.submit_kl(rollout_id, shards) if config.algorithm.kl_coef else None
+                values = critic.submit_train(rollout_id, shards, external_data=kl)
                 if not critic_only:
                     await actor.train(rollout_id, shards, external_data=values)
                 await critic.finish_train(rollout_id, values)

@@ -21,7 +21,7 @@ from limes.config.schema import leaves, sections
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "limes").rglob("*.py"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
 
 RANKS = {
     **dict.fromkeys(["config", "records"], 0),

@@ -44,7 +44,7 @@ def clipped(
 
 
 def explained_variance(errors: Moments, returns: Moments) -> float | None:
-    """1 - Var(R - V) / Var(R): 1 for a critic that foresees all, 0 for one that says a constant, below 0 for a worse one.
+    """1 - Var(R - V) / Var(R): 1 when all is foreseen, 0 for a critic that says a constant, below 0 for worse.
 
     Args:
         errors: moments of R - V over the masked-in tokens of the whole step (`whitening.measure`, `merge_moments`).

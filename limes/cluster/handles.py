@@ -106,7 +106,8 @@ class TrainGroup:
         """Start training and do not wait: one ref a worker.
 
         Args:
-            external_data: one ref a worker, such as the critic's values; a worker starts when its own is there.
+            external_data: one ref a worker: the critic's values for the actor, the actor's KL for the critic. A worker
+                starts when its own is there.
         """
         assert len(shards) == len(self._actors), f"{len(shards)} shards for {len(self._actors)} workers"
         extras: Sequence[tuple[Ref, ...]] = [(ref,) for ref in external_data or ()] or [()] * len(shards)
@@ -114,6 +115,10 @@ class TrainGroup:
             actor.call("train", rollout_id, shard, *extra)
             for actor, shard, extra in zip(self._actors, shards, extras, strict=True)
         ]
+
+    def submit_kl(self, rollout_id: int, shards: Sequence[Any]) -> list[Ref]:
+        """Start computing the KL to the reference that is in the reward, for the critic: one ref a worker."""
+        return [actor.call("compute_kl", rollout_id, shard) for actor, shard in zip(self._actors, shards, strict=True)]
 
     async def update_weights(self) -> int:
         """Give the engines the weights as they are now; returns their version."""

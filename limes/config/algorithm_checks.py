@@ -168,6 +168,12 @@ def _aggregation(config: Config) -> Iterator[str]:
         )
 
 
+def _teacher(config: Config) -> Iterator[str]:
+    coef, default = config.teacher.opd_coef, type(config.teacher).model_fields["opd_coef"].default
+    if config.teacher.path is None and coef != default:
+        yield f"teacher.opd_coef = {coef} has no effect without a teacher; set teacher.path, or leave it out"
+
+
 ALGORITHM: tuple[Callable[[Config], Iterator[str]], ...] = (
     _groups_compare,
     _estimator_reads,
@@ -177,4 +183,5 @@ ALGORITHM: tuple[Callable[[Config], Iterator[str]], ...] = (
     _old_log_probs,
     _correction,
     _aggregation,
+    _teacher,
 )

@@ -43,6 +43,7 @@ class BatchAlgebra:
 
     num_rollouts: int | None
     num_optimizer_steps: int | None
+    """Those of the policy."""
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Name, value and remark of every count, in reading order."""
@@ -85,6 +86,7 @@ def batch_algebra(config: Config, num_prompts: int | None = None) -> BatchAlgebr
     num_rollouts = rollout.num_rollout
     if num_rollouts is None and per_epoch is not None:
         num_rollouts = (rollout.num_epoch or 0) * per_epoch
+    critic_only = config.critic.num_critic_only_steps
     samples_per_step, sample_tokens = samples // steps, _max_sample_tokens(config)
     return BatchAlgebra(
         prompts=rollout.batch_size,
@@ -100,7 +102,7 @@ def batch_algebra(config: Config, num_prompts: int | None = None) -> BatchAlgebr
         num_prompts=num_prompts,
         rollouts_per_epoch=per_epoch,
         num_rollouts=num_rollouts,
-        num_optimizer_steps=None if num_rollouts is None else num_rollouts * steps,
+        num_optimizer_steps=None if num_rollouts is None else max(0, num_rollouts - critic_only) * steps,
     )
 
 

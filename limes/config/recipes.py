@@ -16,6 +16,7 @@ PATHS = (
     "model.ref_path",
     "model.chat_template",
     "critic.path",
+    "teacher.path",
     "data.prompt_data",
     "eval.prompt_data",
     "checkpoint.load",

@@ -16,6 +16,7 @@ from limes.config.model import ModelConfig
 from limes.config.reward import RewardConfig
 from limes.config.rollout import RolloutConfig, SamplingConfig
 from limes.config.run import RunConfig
+from limes.config.teacher import TeacherConfig
 from limes.config.trainer import TrainerConfig
 
 
@@ -30,6 +31,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

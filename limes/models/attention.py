@@ -39,7 +39,7 @@ def attention_forward(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The entry in transformers' attention registry; batch size is 1 because tokens are packed."""
-    assert attention_plan is not None, "a limes model is called with attention_plan="
+    assert attention_plan is not None, "no attention_plan reaches its attention"
     assert query.shape[0] == 1
     assert dropout == 0.0
     layer = module.layer_idx

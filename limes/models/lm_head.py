@@ -46,8 +46,8 @@ def head_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each pair and entropy of each hidden row, of softmax(hidden @ weight.T / temperature).
 
-    At most `[chunk, V]` logits exist at a time; the backward pass computes them again. Softmax runs in float32 (float64
-    for float64 input).
+    At most `[chunk, V]` logits exist at a time. Those of the last chunk are kept for the backward pass, which computes
+    the others again. Softmax runs in float32 (float64 for float64 input).
 
     Args:
         hidden_PE: final hidden states of the rows that are scored.
@@ -88,26 +88,30 @@ class _HeadLogProbs(torch.autograd.Function):
             normalisers[start:end] = sum_C.log() + peak[:, 0]
             entropies[start:end] = sum_C.log() - probs_CV.mul_(shifted_CV).sum(-1) / sum_C
             log_probs[pairs] = chosen - sum_C.log().index_select(0, row_M)
+            ctx.last_log_p_CV = shifted_CV.sub_(sum_C.log()[:, None]) if end == num_rows else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_PE, weight_VE, normalisers, entropies)
         ctx.targets, ctx.temperature, ctx.chunk = targets, temperature, chunk
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_log_probs_M, grad_entropies_P = grads
         hidden_PE, weight_VE, normalisers, entropies = ctx.saved_tensors
         targets: HeadTargets = ctx.targets
         grad_hidden = torch.empty_like(hidden_PE)
-        grad_weight = torch.zeros_like(weight_VE, dtype=normalisers.dtype)
+        grad_weight: Tensor | None = None
         if grad_log_probs_M is None:
             grad_log_probs_M = normalisers.new_zeros(targets.token_M.shape[0])
         for start in range(0, hidden_PE.shape[0], ctx.chunk):
             end = min(start + ctx.chunk, hidden_PE.shape[0])
             pairs = slice(targets.offsets[start], targets.offsets[end])
             row_M, token_M, grad_M = targets.row_M[pairs] - start, targets.token_M[pairs], grad_log_probs_M[pairs]
-            log_p_CV = _tempered_logits(hidden_PE[start:end], weight_VE, ctx.temperature)
-            log_p_CV.sub_(normalisers[start:end, None])
+            if end == hidden_PE.shape[0] and ctx.last_log_p_CV is not None:
+                log_p_CV, ctx.last_log_p_CV = ctx.last_log_p_CV, None  # what follows overwrites it
+            else:
+                log_p_CV = _tempered_logits(hidden_PE[start:end], weight_VE, ctx.temperature)
+                log_p_CV.sub_(normalisers[start:end, None])
             pull_C = grad_M.new_zeros(end - start).index_add_(0, row_M, grad_M)
             if grad_entropies_P is None:
                 grad_CV = log_p_CV.exp_().mul_(pull_C.neg_()[:, None])
@@ -118,15 +122,15 @@ class _HeadLogProbs(torch.autograd.Function):
             grad_CV.view(-1).index_add_(0, row_M * weight_VE.shape[0] + token_M, grad_M)
             grad_CV = grad_CV.div_(ctx.temperature).to(hidden_PE.dtype)
             torch.mm(grad_CV, weight_VE, out=grad_hidden[start:end])
-            _accumulate_outer(grad_weight, grad_CV, hidden_PE[start:end])
-        return grad_hidden, grad_weight.to(weight_VE.dtype), None, None, None
+            grad_weight = _plus_outer(grad_weight, grad_CV, hidden_PE[start:end], normalisers.dtype)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VE.dtype), None, None, None
 
 
-def _accumulate_outer(total_VE: Tensor, grad_CV: Tensor, hidden_CE: Tensor) -> None:
-    if total_VE.dtype == hidden_CE.dtype:
-        total_VE.addmm_(grad_CV.T, hidden_CE)
-    else:
-        total_VE += grad_CV.T @ hidden_CE
+def _plus_outer(total_VE: Tensor | None, grad_CV: Tensor, hidden_CE: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total + grad.T @ hidden`, summed in `dtype`; in place from the second chunk on."""
+    if total_VE is None:
+        return torch.mm(grad_CV.T, hidden_CE).to(dtype)
+    return total_VE.addmm_(grad_CV.T, hidden_CE) if dtype == hidden_CE.dtype else total_VE.add_(grad_CV.T @ hidden_CE)
 
 
 def _tempered_logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:

@@ -40,16 +40,15 @@ def make_checked_policy(model: PreTrainedModel, tokenizer: Any, folder: Path, pa
     """Make a policy, and make sure that it says what the model said by itself.
 
     Raises:
-        ValueError: it does not, or it fails.
+        ValueError: it does not.
     """
     try:
         expected = own_distributions(model.eval())
         policy = make_policy(model, tokenizer, folder=folder)
         check_served(policy, expected)
     except Exception as error:
-        raise ValueError(
-            f"model.path = {path}: limes does not serve {model.config.model_type}: {error or repr(error)}; {SERVED}"
-        ) from error
+        what = f"{model.config.model_type} failed its check at loading: {error or repr(error)}"
+        raise ValueError(f"model.path = {path}: {what}; {SERVED}") from error
     return policy
 
 

@@ -24,17 +24,19 @@ LIMIT_OF_SHORT_TYPES = 0.2
 
 
 class ProbePlan:
-    """An attention plan of separate sequences, end to end, that notes which layers called it."""
+    """An attention plan of separate sequences, end to end, that notes which layers called it, and with what."""
 
     def __init__(self, device: torch.device) -> None:
         starts = [0, *accumulate(LENGTHS)]
         rows = [Row(start, num, start + np.arange(num)) for start, num in zip(starts, LENGTHS, strict=False)]
         self.rows = RowAttention(rows, starts[-1], device)
         self.layers: list[int] = []
+        self.key_shapes: set[tuple[int, int]] = set()
 
     def attend(self, layer: int, query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan.attend`."""
         self.layers.append(layer)
+        self.key_shapes |= {(x.shape[0], x.shape[2]) for x in (key_KND, value_KND)}
         key_NKD, value_NKD = key_KND.transpose(0, 1), value_KND.transpose(0, 1)
 
         def gather(index: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +66,8 @@ def check_served(policy: Policy, expected_NV: Tensor) -> None:
     hidden = policy.hidden(_probe(policy.model), positions, plan)
     if sorted(plan.layers) != list(range(policy.num_layers)):
         raise ValueError(f"its {policy.num_layers} layers attend by themselves: {plan.layers} use packed attention")
+    if plan.key_shapes != {policy.kv_shape}:
+        raise ValueError(f"the heads of its keys and values are {sorted(plan.key_shapes)}, not {policy.kv_shape} alone")
     found_NV = head_logits(hidden, policy.head_weight).float().softmax(-1)
     distance = (found_NV - expected_NV).abs().sum(-1).max().item() / 2
     limit = LIMITS.get(policy.dtype, LIMIT_OF_SHORT_TYPES)

@@ -28,6 +28,7 @@ class TrainBatch:
         rollout_log_probs: `[T]` float32, the engine's; NaN where there is none.
         old_log_probs: `[T]`, of the policy before this rollout's first step; None while it is the current.
         ref_log_probs: `[T]`, of the reference; None without one.
+        teacher_log_probs: `[T]`, of the teacher; None without one.
     """
 
     samples: list[Sample]
@@ -38,6 +39,7 @@ class TrainBatch:
     rollout_log_probs: Tensor
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
 
     @property
     def has_signal(self) -> bool:
@@ -63,8 +65,9 @@ class TrainBatch:
             mask=self.mask[tokens],
             advantages=self.advantages[tokens],
             rollout_log_probs=self.rollout_log_probs[tokens],
-            old_log_probs=None if self.old_log_probs is None else self.old_log_probs[tokens],
-            ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs[tokens],
+            old_log_probs=_at(self.old_log_probs, tokens),
+            ref_log_probs=_at(self.ref_log_probs, tokens),
+            teacher_log_probs=_at(self.teacher_log_probs, tokens),
         )
 
 
@@ -86,7 +89,9 @@ def make_batch(
         values: `[T]` of the critic.
     """
     lengths = [sample.response_length for sample in shard.samples]
-    loss_mask = torch.tensor([m for sample in shard.samples for m in sample.loss_mask], device=device)
+    trains = [shard.num_trained_tokens[position] > 0 for position in shard.partition]
+    marks = [m * t for sample, t in zip(shard.samples, trains, strict=True) for m in sample.loss_mask]
+    loss_mask = torch.tensor(marks, dtype=torch.int64, device=device)
     rollout_log_probs = _engine_log_probs(shard.samples).to(device)
     mask = loss_mask * rollout_log_probs.isfinite()
     inputs = EstimatorInputs(
@@ -102,6 +107,10 @@ def make_batch(
     )
     advantages, _ = estimate(estimator, inputs, settings)
     return TrainBatch(shard.samples, lengths, loss_mask, mask, advantages.to(device), rollout_log_probs)
+
+
+def _at(values: Tensor | None, tokens: Tensor) -> Tensor | None:
+    return None if values is None else values[tokens]
 
 
 def _engine_log_probs(samples: Sequence[Sample]) -> Tensor:

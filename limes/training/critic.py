@@ -32,6 +32,7 @@ from limes.training.packing import cut_micro_batches
 from limes.training.schedule import learning_rate
 from limes.training.values import PackedValues
 
+
 @dataclass(frozen=True)
 class ValueTargets:
     """What this rank's values are to become: one tensor a sample, one number a response token.

@@ -117,20 +117,7 @@ class Objective:
         from_engine = algorithm.use_rollout_log_probs or algorithm.use_decoupled_loss
         sampler = batch.rollout_log_probs if from_engine else old
         settings = {"proximal_log_probs": old} if algorithm.use_decoupled_loss else {}
-        weights, token_metrics = self._correct(old, batch)
-        mask = self._after_rejection(batch.mask, weights)
-        metrics = reduce_tokens(token_metrics, batch.mask)
-        if algorithm.use_opsm:
-            present, opsm_metrics = off_policy_sequence_mask(
-                outputs.log_probs,
-                sampler,
-                batch.advantages,
-                delta=algorithm.opsm_delta,
-                lengths=batch.lengths,
-                mask=mask,
-            )
-            weights = weights * present
-            metrics |= reduce_tokens(opsm_metrics, mask)
+        weights, mask, metrics = self._weigh(outputs.log_probs.detach(), old, sampler, batch)
         losses, token_metrics = token_losses(
             outputs.log_probs,
             sampler,
@@ -147,14 +134,28 @@ class Objective:
             entropy=outputs.entropy,
             entropy_coef=algorithm.entropy_coef,
         )
-        if batch.ref_log_probs is not None:
-            token_metrics |= _reference_metrics(outputs.log_probs.detach(), batch.ref_log_probs)
-        metrics |= reduce_tokens(token_metrics, mask)
+        metrics |= reduce_tokens(token_metrics | _distances(outputs.log_probs.detach(), batch), mask)
         loss = self._aggregate(losses, mask, batch.lengths, total)
         trained = batch.mask != 0
         gaps = (old - batch.rollout_log_probs).abs()[trained]
         importance = ratio((outputs.log_probs.detach() - batch.rollout_log_probs)[trained])
         return BatchLoss(loss, metrics, gaps, importance)
+
+    def _weigh(
+        self, log_probs: Tensor, old: Tensor, sampler: Tensor, batch: TrainBatch
+    ) -> tuple[Tensor, Tensor, dict[str, Part]]:
+        """Weights of the policy loss, the mask of tokens that train, and metrics."""
+        weights, token_metrics = self._correct(old, batch)
+        metrics = reduce_tokens(token_metrics, batch.mask)
+        mask = self._after_rejection(batch.mask, weights)
+        if self._algorithm.use_opsm:
+            delta, lengths = self._algorithm.opsm_delta, batch.lengths
+            present, token_metrics = off_policy_sequence_mask(
+                log_probs, sampler, batch.advantages, delta=delta, lengths=lengths, mask=mask
+            )
+            weights = weights * present
+            metrics |= reduce_tokens(token_metrics, mask)
+        return weights, mask, metrics
 
     def _correct(self, old: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         weights, metrics = self._correction(
@@ -232,8 +233,12 @@ def _accepted(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict
     return {name: value for name, value in settings.items() if takes_all or name in parameters}
 
 
-def _reference_metrics(log_probs: Tensor, ref_log_probs: Tensor) -> dict[str, Tensor]:
-    return {
-        "ref_kl": kl.penalty(log_probs, ref_log_probs, "k1"),
-        "ref_kl_k3": kl.penalty(log_probs, ref_log_probs, "k3"),
-    }
+def _distances(log_probs: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
+    """How far the policy is from the models beside it."""
+    metrics = {}
+    if batch.ref_log_probs is not None:
+        metrics["ref_kl"] = kl.penalty(log_probs, batch.ref_log_probs, "k1")
+        metrics["ref_kl_k3"] = kl.penalty(log_probs, batch.ref_log_probs, "k3")
+    if batch.teacher_log_probs is not None:
+        metrics["teacher_kl"] = kl.penalty(log_probs, batch.teacher_log_probs, "k1")
+    return metrics

@@ -6,14 +6,12 @@ import gc
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from limes.algorithms import kl
+from limes.algorithms import distill
 from limes.config import Config
 from limes.models.policy import Policy, enable_checkpointing
 from limes.records import TrainShard
@@ -25,8 +23,8 @@ from limes.training.forward import PackedForward
 from limes.training.objective import Objective
 from limes.training.optimizer import PolicyOptimizer
 from limes.training.packing import cut_micro_batches
-from limes.training.reference import build_reference
 from limes.training.schedule import learning_rate
+from limes.training.scores import TokenScorer
 from limes.training.step import StepMetrics, gradient_step
 
 
@@ -36,22 +34,6 @@ class SharedWeightsEngine(Protocol):
     async def set_weight_version(self, version: int) -> None:
         """The tensors have changed."""
         ...
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What is known of a rollout's tokens before its first optimizer step, `[T]` each; None where nobody asks.
-
-    Attributes:
-        old: log-probs of the policy.
-        ref: log-probs of the reference.
-        kl: estimate of the KL to it that is in the reward.
-    """
-
-    rollout_id: int
-    old: Tensor | None
-    ref: Tensor | None
-    kl: Tensor | None
 
 
 class TrainWorker:
@@ -86,8 +68,9 @@ class TrainWorker:
         )
         self._objective = Objective(config)
         self._estimator, self._estimator_settings = build_estimator(config.algorithm)
-        self._reference = build_reference(policy, config)
-        self._scores: Scores | None = None
+        needs_old = self._objective.needs_old_log_probs(config.trainer.num_steps_per_rollout)
+        self._scorer = TokenScorer(policy, config, self._forward, needs_old=needs_old)
+        self._reference = self._scorer.reference
 
     def train(
         self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None = None
@@ -125,7 +108,7 @@ class TrainWorker:
 
         For a critic that trains on the rollout before this worker does; `train` then scores nothing again.
         """
-        scores = self._score(rollout_id, shard)
+        scores = self._scorer.score(rollout_id, shard.samples)
         assert scores.kl is not None, "no KL in the reward"
         return {"kl": [values.tolist() for values in scores.kl.split([s.response_length for s in shard.samples])]}
 
@@ -160,8 +143,8 @@ class TrainWorker:
         self.num_steps_done, self.weight_version = state["num_steps_done"], state["weight_version"]
 
     def _make_batch(self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None) -> TrainBatch:
-        scores = self._score(rollout_id, shard)
-        self._scores = None
+        scores = self._scorer.score(rollout_id, shard.samples)
+        self._scorer.forget()
         values = None
         if external_data is not None:
             flat = [value for row in external_data["values"] for value in row]
@@ -170,23 +153,13 @@ class TrainWorker:
             shard, self._estimator, self._estimator_settings, self.policy.device, kl=scores.kl, values=values
         )
         batch.old_log_probs, batch.ref_log_probs = scores.old, scores.ref
+        if scores.teacher is not None:
+            assert scores.old is not None
+            coef = self.config.teacher.opd_coef
+            term = distill.advantage_term(scores.old, scores.teacher, coef=coef, mask=batch.mask)
+            batch.advantages += term
+            batch.teacher_log_probs = scores.teacher
         return batch
-
-    def _score(self, rollout_id: int, shard: TrainShard) -> Scores:
-        """What must be known of a rollout's tokens before its first step; computed once a rollout."""
-        if self._scores is None or self._scores.rollout_id != rollout_id:
-            algorithm, trainer = self.config.algorithm, self.config.trainer
-            old = ref = penalty = None
-            if algorithm.kl_coef or self._objective.needs_old_log_probs(trainer.num_steps_per_rollout):
-                old = self._forward.score(shard.samples, trainer.max_tokens_per_micro_batch)
-            if self._reference is not None:
-                ref = self._reference.score(shard.samples)
-            if algorithm.kl_coef:
-                assert old is not None
-                assert ref is not None
-                penalty = kl.penalty(old, ref, algorithm.kl_loss_type or "k1")
-            self._scores = Scores(rollout_id, old, ref, penalty)
-        return self._scores
 
     def _cut(self, batch: TrainBatch) -> list[list[int]]:
         trainer = self.config.trainer
@@ -195,7 +168,8 @@ class TrainWorker:
 
     def _learning_rate(self) -> float:
         trainer = self.config.trainer
-        total = (self.config.rollout.num_rollout or 0) * trainer.num_steps_per_rollout
+        num_rollout = (self.config.rollout.num_rollout or 0) - self.config.critic.num_critic_only_steps
+        total = num_rollout * trainer.num_steps_per_rollout
         return learning_rate(self.num_steps_done, total, trainer)
 
     def _optimizer_step(self, metrics: StepMetrics) -> None:

@@ -13,7 +13,21 @@ from limes.config import Config, load_config, resolve, to_toml
 from limes.config.recipes import PATHS
 from limes.config.schema import Leaf, describe, leaves, sections, walk
 
-NAMES = ["model", "data", "rollout", "engine", "reward", "algorithm", "trainer", "critic", "cluster", "eval", "checkpoint", "run"]
+NAMES = [
+    "model",
+    "data",
+    "rollout",
+    "engine",
+    "reward",
+    "algorithm",
+    "trainer",
+    "critic",
+    "teacher",
+    "cluster",
+    "eval",
+    "checkpoint",
+    "run",
+]
 TRAINS = {"rollout.num_rollout": 1}
 
 
@@ -179,7 +193,7 @@ def test_a_missing_letter_is_an_error_that_names_the_setting(path: str) -> None:
         ("rollout.temprature", "rollout.temperature"),
         ("eval.temprature", "eval.temperature"),
         ("rollout.eps_clip_high", "algorithm.eps_clip_high"),
-        ("data.path", "model.path or critic.path"),
+        ("data.path", "model.path or critic.path or teacher.path"),
         ("rollout.over", "rollout.over_sampling_batch_size"),
     ],
 )

@@ -11,6 +11,7 @@ from limes.config.derived import AT_START, FOLLOWS, effective
 from limes.config.schema import leaves
 
 BASE = {"rollout.num_rollout": 10}
+PPO = {"algorithm.advantage_estimator": "ppo"}
 OWN_EPOCHS = {"rollout.num_rollout": None, "rollout.num_epoch": 2}
 
 BROKEN = [
@@ -38,6 +39,12 @@ BROKEN = [
     ),
     ({"trainer.min_lr": 1e-9}, "trainer.min_lr = 1e-09 has no effect with trainer.lr_schedule = constant"),
     ({"trainer.min_lr": 1.0, "trainer.lr_schedule": "cosine"}, "trainer.min_lr = 1.0 is above trainer.lr = 1e-06"),
+    ({"critic.lr": 1e-3}, "critic.lr = 0.001 has no effect with algorithm.advantage_estimator = grpo"),
+    ({"critic.path": "x"}, "set the estimator to ppo, or leave critic.path out"),
+    ({"critic.value_clip": None}, "critic.value_clip = None has no effect"),
+    ({"critic.num_critic_only_steps": 1}, "critic.num_critic_only_steps = 1 has no effect"),
+    ({**PPO, "critic.min_lr": 1e-9}, "critic.min_lr = 1e-09 has no effect with critic.lr_schedule = constant"),
+    ({**PPO, "critic.min_lr": 1, "critic.lr_schedule": "linear"}, "critic.min_lr = 1.0 is above critic.lr = 1e-05"),
 ]
 BROKEN_ALWAYS = [
     ({"rollout.min_new_tokens": 300}, "min_new_tokens = 300 is above rollout.max_response_len = 256; lower it to 256"),
@@ -83,6 +90,8 @@ def test_other_rules_bind_evaluation_too(overrides: dict, fragment: str) -> None
         {"algorithm.eps_clip_high": 0.2, "algorithm.eps_clip_c": 3.0},
         {"algorithm.aggregation": "constant", "algorithm.aggregation_constant": 5.0},
         {"trainer.min_lr": 1e-6, "trainer.lr_schedule": "linear"},
+        {"critic.lr": 1e-5, "critic.path": None},
+        {**PPO, "critic.lr": 1, "critic.num_critic_only_steps": 3, "rollout.n_samples_per_prompt": 1},
         {"engine.max_context_len": 306, "data.max_prompt_len": 50},
         {"reward.group": True, "reward.kind": "mine:grade"},
     ],
@@ -112,6 +121,11 @@ def test_eval_sampling() -> None:
     sampling = config.eval_sampling()
     assert (sampling.temperature, sampling.max_response_len, sampling.stop, sampling.top_k) == (0, 9, ["x"], -1)
     assert config.rollout.temperature == 1
+
+
+def test_a_critic_that_learns_alone_leaves_the_policy_fewer_steps() -> None:
+    alone = {**PPO, "critic.num_critic_only_steps": 4, "trainer.num_steps_per_rollout": 2}
+    assert batch_algebra(load_config(None, BASE | alone)).num_optimizer_steps == 12
 
 
 @settings(deadline=None)

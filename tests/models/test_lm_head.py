@@ -69,7 +69,7 @@ def test_gradcheck(chunk, temperature):
     def both(hidden, weight):
         return head_log_probs(hidden, weight, targets, temperature=temperature, chunk=chunk, entropy_grad=True)
 
-    assert torch.autograd.gradcheck(both, (hidden, weight))
+    assert torch.autograd.gradcheck(both, (hidden, weight), nondet_tol=1e-12)
 
 
 def test_entropy_alone_has_a_gradient_where_it_is_wanted():
@@ -186,7 +186,7 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once(monkeypatch):
     monkeypatch.setattr("limes.models.lm_head.head_logits", counted)
     hidden, weight, targets = random_case(2, [[1]] * 10)
     head_log_probs(hidden, weight, targets, chunk=4)[0].sum().backward()
-    assert sizes == [4, 4, 2] * 2
+    assert sizes == [4, 4, 2, 4, 4]  # the last chunk is kept for the backward pass
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from limes.models.attention import Row, RowAttention
@@ -73,6 +73,8 @@ def test_rows_of_random_trees_equal_dense_attention(forest, heads, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(forest=forests(), seed=st.integers(0, 99), other=st.integers(0, 6))
+@example(forest=grow([(-1, 0)] * 3, [3, 7, 9]), seed=0, other=0)
+@example(forest=grow([(-1, 0), (-1, 0), (1, 6), (1, 3)], [3, 7, 5, 5]), seed=0, other=0)
 def test_no_row_reads_what_is_not_on_its_path(forest, seed, other):
     """NaN in a whole sequence reaches those who build on it and nobody else: padding included, gradients included."""
     rows, num = forest

@@ -34,16 +34,18 @@ def step(rollout_id: int, *, save: bool = False, last: bool = False) -> list[str
 
 
 def step_with_critic(
-    rollout_id: int, *, critic_only: bool = False, save: bool = False, last: bool = False
+    rollout_id: int, *, critic_only: bool = False, save: bool = False, last: bool = False, kl: bool = False
 ) -> list[str]:
     """One colocated step in which the critic is asked first and the actor gets its values."""
+    asked = ["submit_kl", f"critic submit_train {rollout_id} with KL of {rollout_id}"]
+    asked = asked if kl else [f"critic submit_train {rollout_id}"]
     trained = [] if critic_only else [f"train {rollout_id} with values of {rollout_id}"]
     saving = [] if critic_only else [f"save_model {rollout_id} sync={last}"]
     saving = [*saving, f"critic save_model {rollout_id} sync={last}", f"save {rollout_id}"] if save or last else []
     return [
         f"generate {rollout_id}",
         "offload cuda_graph kv_cache",
-        f"critic submit_train {rollout_id}",
+        *asked,
         *trained,
         f"critic finish_train {rollout_id}",
         *saving,
@@ -110,6 +112,11 @@ class FakeTrainer:
         self._record(" with ".join([f"train {rollout_id}", *(external_data or [])]))
         return {}
 
+    def submit_kl(self, rollout_id: int, shards: list[str]) -> list[str]:
+        assert shards == [f"shard of {rollout_id}"]
+        self._record("submit_kl")
+        return [f"KL of {rollout_id}"]
+
     async def update_weights(self) -> int:
         self._record("update_weights")
         return 1
@@ -135,9 +142,9 @@ class FakeCritic:
         if self.calls[-1] == self.fail_in:
             raise RuntimeError(f"fault in critic {call}")
 
-    def submit_train(self, rollout_id: int, shards: list[str]) -> list[str]:
+    def submit_train(self, rollout_id: int, shards: list[str], external_data: list[str] | None = None) -> list[str]:
         assert shards == [f"shard of {rollout_id}"]
-        self._record(f"submit_train {rollout_id}")
+        self._record(" with ".join([f"submit_train {rollout_id}", *(external_data or [])]))
         return [f"values of {rollout_id}"]
 
     async def finish_train(self, rollout_id: int, values: list[str]) -> None:
@@ -275,6 +282,11 @@ def test_the_critic_goes_first_and_the_actor_gets_its_values(trace: Trace) -> No
     calls = trace(**PPO, **settings(rollout__num_rollout=2, eval__interval=1))
     steps = [*step_with_critic(0), "eval 1", *step_with_critic(1, last=True), "eval 2"]
     assert calls == [*START, "eval 0", *steps, *END_WITH_CRITIC]
+
+
+def test_the_critic_gets_the_actors_kl_where_the_reward_has_one(trace: Trace) -> None:
+    calls = trace(**PPO, **settings(rollout__num_rollout=1, algorithm__kl_coef=0.1))
+    assert calls == [*START, *step_with_critic(0, last=True, kl=True), *END_WITH_CRITIC]
 
 
 def test_while_the_critic_learns_alone_the_actor_is_neither_trained_saved_sent_nor_evaluated(trace: Trace) -> None:

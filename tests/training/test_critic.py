@@ -315,9 +315,7 @@ def test_a_rollout_of_which_nothing_trains_gives_no_values_and_moves_nothing() -
     worker = critic_for(config)
     before = critic_parameters(worker)
     shard = make_shard(exact_policy(), config)
-    nothing = replace(
-        shard, samples=[], partition=[], rewards=[None] * 12, num_trained_tokens=[0] * 12
-    )
+    nothing = replace(shard, samples=[], partition=[], rewards=[None] * 12, num_trained_tokens=[0] * 12)
     assert worker.train(0, nothing) == {"values": []}
     assert torch.equal(critic_parameters(worker), before)
     assert "train/value_loss" not in worker.report()

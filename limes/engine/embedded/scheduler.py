@@ -176,7 +176,6 @@ class Scheduler:
                 self._place_prompt(answer.prompt)
             answer.pages = self.pool.take(self._pages_for(len(answer.token_ids) + 1))
             answer.slots = self._slots(answer.pages)
-            answer.prompt.num_running += 1
             self.running.append(answer)
 
     def _pages_to_start(self, answer: Answer) -> int:
@@ -238,7 +237,6 @@ class Scheduler:
         self.running.remove(answer)
         self.pool.release(answer.pages)
         answer.pages, answer.slots, answer.num_computed = [], self._slots([]), 0
-        answer.prompt.num_running -= 1
 
     def _leave_prompt(self, answer: Answer) -> None:
         """A prompt without users goes, unless others may rely on pages of it that are still to be computed."""

@@ -25,7 +25,6 @@ class Prompt:
         num_computed: tokens whose keys and values are stored.
         last_hidden: final hidden state of the last token, `[E]`, once all are computed.
         num_users: answers, waiting or running, that grow from it.
-        num_running: answers that run.
         order: prompts are numbered as they come, so that batches have a fixed order.
     """
 
@@ -36,7 +35,6 @@ class Prompt:
     num_computed: int = 0
     last_hidden: Tensor | None = None
     num_users: int = 0
-    num_running: int = 0
 
     @property
     def ready(self) -> bool:
