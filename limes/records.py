@@ -78,9 +78,7 @@ class Sample:
         assert log_probs is not None
         assert weight_versions is not None
         if len(log_probs) != num or len(weight_versions) != num:
-            raise ValueError(
-                f"{num} tokens, {len(log_probs)} log_probs, {len(weight_versions)} weight_versions"
-            )
+            raise ValueError(f"{num} tokens, {len(log_probs)} log_probs, {len(weight_versions)} weight_versions")
         self.tokens.extend(tokens)
         self.loss_mask.extend([int(trainable)] * num)
         self.rollout_log_probs.extend(log_probs)
