@@ -102,7 +102,7 @@ def test_sample_takes_a_prompt_and_maybe_a_recipe(recipe: Path, body: Callable[.
         (["train", "recipes/quick.toml", "more"], "takes one recipe, got recipes/quick.toml and more"),
         (["train", "recipes/quick.toml", "--dry"], "--dry is not a flag; did you mean --dry-run?"),
         (["train", "recipes/quick.toml", "--dry-run=3"], '--dry-run takes no value, got "3"'),
-        (["train", "recipes/quick.toml", "--lr", "1"], "--lr is not a flag; did you mean --trainer.lr?"),
+        (["train", "recipes/quick.toml", "--lr", "1"], "--lr is not a flag; did you mean --trainer.lr or --critic.lr?"),
         (["train", "recipes/quick.toml", "--rollout", "1"], "rollout is a section, not a setting"),
         (
             ["train", "recipes/quick.toml", "--rollout.bach_size", "1"],

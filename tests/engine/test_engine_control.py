@@ -546,6 +546,17 @@ def test_close_ends_running_and_waiting_answers_and_the_thread():
     assert set(threading.enumerate()) <= threads
 
 
+def test_a_closed_engine_holds_no_cache():
+    async def main(engine):
+        memory = [watched(engine._cache, name) for name in ("keys", "values")]
+        await engine.generate(request("a"))
+        await engine.close()
+        gc.collect()
+        assert all(ref() is None for ref in memory)
+
+    drive(start_engine(), main)
+
+
 def test_a_request_queued_while_the_engine_closes_ends_as_aborted():
     async def main(engine):
         gate = Gate(at=1)

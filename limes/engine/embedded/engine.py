@@ -214,6 +214,7 @@ class EmbeddedEngine:
             self._run_command()
         for answer in list(self._answers.values()):
             self._settle(answer, FinishReason.ABORT if self._error is None else self._gone())
+        self._cache = None
 
     def _run_commands(self) -> bool:
         """Run queued commands, waiting for one if there is nothing else to do; False when the engine closes."""
