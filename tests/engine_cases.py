@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from limes.engine.embedded.engine import EmbeddedEngine
-from limes.engine.protocol import GenerateRequest, GenerateResult, SampleKey, SamplingParams
+from limes.engine.embedded.kv_cache import KVCache
+from limes.engine.protocol import EngineHealth, GenerateRequest, GenerateResult, SampleKey, SamplingParams
 from limes.models.policy import Policy, make_policy
 
 PROMPTS = [[3, 10, 11, 12, 13, 14, 15, 16, 17, 4], [3, 10, 11, 12, 13, 20, 4], [5, 9, 9, 4], [3, 40, 4]]
@@ -91,6 +94,26 @@ class Gate:
         await asyncio.sleep(0)
         self.opened.set()
         return await asyncio.gather(*tasks)
+
+
+async def health_when(engine: EmbeddedEngine, holds: Callable[[EngineHealth], bool]) -> EngineHealth:
+    """The engine's state once `holds(state)`."""
+    while not holds(state := await engine.health()):
+        await asyncio.sleep(0.001)
+    return state
+
+
+async def assert_idle(engine: EmbeddedEngine) -> None:
+    """Nothing runs, waits or holds a page."""
+    state = await engine.health()
+    assert (state.num_running, state.num_waiting, state.kv_tokens_used) == (0, 0, 0)
+
+
+def watched(cache: KVCache, name: str) -> weakref.ref[np.ndarray]:
+    """Put a tensor of the cache on memory whose end can be seen, and return a reference that dies with it."""
+    memory = np.zeros(getattr(cache, name).shape, dtype=np.float32)
+    setattr(cache, name, torch.from_numpy(memory))
+    return weakref.ref(memory)
 
 
 def full_log_probs(policy: Policy, request: GenerateRequest, result: GenerateResult) -> list[float]:

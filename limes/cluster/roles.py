@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from limes.cluster.compute import OnThread, on_a_passing_thread
 from limes.cluster.handles import CriticGroup, RolloutManagerHandle, TrainGroup
 from limes.cluster.local import LocalActor
 from limes.cluster.placement import Placement
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from limes.engine.embedded.engine import EmbeddedEngine
     from limes.models.policy import Policy
     from limes.training.critic import CriticWorker
-    from limes.training.worker import TrainWorker
 
 OFFLOAD_TAGS = ("cuda_graph", "kv_cache")
 """Engine memory that training may use meanwhile; the weights are the trainer's own."""
@@ -111,7 +111,7 @@ async def _build_manager(
     config: Config, placement: Placement, tracking: Tracking, ks: Sequence[int] | None
 ) -> RolloutManager:
     console = tracking.console
-    policy = load_model(config.model, console)
+    policy = await on_a_passing_thread(lambda: load_model(config.model, console))
     await asyncio.sleep(0)  # a role that is ended meanwhile stops here
     prompts = load_all_prompts(config, policy, console, ks)
     await asyncio.sleep(0)
@@ -200,16 +200,24 @@ def kv_tokens(num_prompts: int, num_answers: int, prompt_len: int, response_len:
     return prompts * (prompt_len + page) + running * (response_len + page)
 
 
-def _build_worker(config: Config, placement: Placement, tracking: Tracking) -> TrainWorker:
+async def _build_worker(config: Config, placement: Placement, tracking: Tracking) -> OnThread:
     from limes.training.worker import TrainWorker
 
-    shared = placement.shared
-    assert shared.policy is not None, "the rollout manager is built first"
-    assert shared.engine is not None
-    return TrainWorker(shared.policy, config, engine=shared.engine, samples_folder=tracking.folder.rollouts)
+    policy, engine = placement.shared.policy, placement.shared.engine
+    assert policy is not None, "the rollout manager is built first"
+    assert engine is not None
+    folder = tracking.folder.rollouts
+    worker = await engine.run(lambda: TrainWorker(policy, config, engine=engine, samples_folder=folder))
+    return OnThread(worker, engine)
 
 
-def _build_critic(config: Config, placement: Placement, tracking: Tracking) -> CriticWorker:
+async def _build_critic(config: Config, placement: Placement, tracking: Tracking) -> OnThread:
+    engine = placement.shared.engine
+    assert engine is not None, "the rollout manager is built first"
+    return OnThread(await engine.run(lambda: _load_critic(config, placement, tracking)), engine)
+
+
+def _load_critic(config: Config, placement: Placement, tracking: Tracking) -> CriticWorker:
     from limes.models.value_head import load_value_model
     from limes.training.checkpoint import CRITIC, MODEL
     from limes.training.critic import CriticWorker

@@ -81,6 +81,11 @@ class Driver:
         for number in list(self.tasks):
             self.check(number)
         state = await self.engine.health()
+        for _ in range(4000):  # a prompt that others may share is computed to its end when its answers are gone
+            if not state.alive or state.kv_tokens_used == 0:
+                break
+            await asyncio.sleep(0.005)
+            state = await self.engine.health()
         assert state.alive
         assert (state.num_running, state.num_waiting, state.kv_tokens_used) == (0, 0, 0)
 

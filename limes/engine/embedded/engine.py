@@ -121,6 +121,10 @@ class EmbeddedEngine:
         """See `Engine.resume`."""
         await self._call(lambda: setattr(self, "_paused", False))
 
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run other tensor work of this process on the engine's thread, between two steps."""
+        return await self._call(work)
+
     async def flush_cache(self) -> None:
         """See `Engine.flush_cache`."""
         await self._call(self._scheduler.forget_prompts)
