@@ -124,6 +124,22 @@ class RowAttention:
         return torch.cat(outputs).index_select(0, self.order)
 
 
+class TreeAttention:
+    """An attention plan in which keys and values are those of the same forward pass."""
+
+    def __init__(self, rows: Sequence[Row], num_tokens: int, device: torch.device) -> None:
+        self.rows = RowAttention(rows, num_tokens, device)
+
+    def attend(self, layer: int, query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, scale: float) -> Tensor:
+        """See `AttentionPlan.attend`."""
+        key_NKD, value_NKD = key_KND.transpose(0, 1), value_KND.transpose(0, 1)
+
+        def gather(index: Tensor) -> tuple[Tensor, Tensor]:
+            return key_NKD.index_select(0, index), value_NKD.index_select(0, index)
+
+        return self.rows.attend(query_HND.transpose(0, 1), gather, scale)
+
+
 def _similar(rows: Sequence[Row]) -> list[list[Row]]:
     """Batches of rows whose lengths differ by less than a quarter; rows that start a sequence go apart (no mask)."""
     ordered = sorted(rows, key=lambda row: (len(row.path) != row.num, row.num, len(row.path)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from limes.models.attention import Row, RowAttention
+from limes.models.attention import Row, TreeAttention
 from limes.models.cpu_linear import head_logits
 from limes.models.policy import Policy
 
@@ -23,13 +23,13 @@ LIMITS = {torch.float64: 1e-3, torch.float32: 1e-3}
 LIMIT_OF_SHORT_TYPES = 0.2
 
 
-class ProbePlan:
-    """An attention plan of separate sequences, end to end, that notes which layers called it, and with what."""
+class ProbePlan(TreeAttention):
+    """Separate sequences, end to end; notes which layers called it, and with what."""
 
     def __init__(self, device: torch.device) -> None:
         starts = [0, *accumulate(LENGTHS)]
         rows = [Row(start, num, start + np.arange(num)) for start, num in zip(starts, LENGTHS, strict=False)]
-        self.rows = RowAttention(rows, starts[-1], device)
+        super().__init__(rows, starts[-1], device)
         self.layers: list[int] = []
         self.key_shapes: set[tuple[int, int]] = set()
 
@@ -37,12 +37,7 @@ class ProbePlan:
         """See `AttentionPlan.attend`."""
         self.layers.append(layer)
         self.key_shapes |= {(x.shape[0], x.shape[2]) for x in (key_KND, value_KND)}
-        key_NKD, value_NKD = key_KND.transpose(0, 1), value_KND.transpose(0, 1)
-
-        def gather(index: Tensor) -> tuple[Tensor, Tensor]:
-            return key_NKD.index_select(0, index), value_NKD.index_select(0, index)
-
-        return self.rows.attend(query_HND.transpose(0, 1), gather, scale)
+        return super().attend(layer, query_HND, key_KND, value_KND, scale)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limes.models.attention import Row, RowAttention
+from limes.models.attention import Row, TreeAttention
 from limes.models.lm_head import HeadTargets
 
 
@@ -46,22 +46,6 @@ class PackedBatch:
     def head_row_index(self) -> Tensor:
         """`[T]` for each response token, the head row that predicted it."""
         return self.targets.row_M.index_select(0, self.pair_index)
-
-
-class TreeAttention:
-    """An attention plan in which keys and values are those of the same forward pass."""
-
-    def __init__(self, rows: Sequence[Row], num_tokens: int, device: torch.device) -> None:
-        self.rows = RowAttention(rows, num_tokens, device)
-
-    def attend(self, layer: int, query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan.attend`."""
-        key_NKD, value_NKD = key_KND.transpose(0, 1), value_KND.transpose(0, 1)
-
-        def gather(index: Tensor) -> tuple[Tensor, Tensor]:
-            return key_NKD.index_select(0, index), value_NKD.index_select(0, index)
-
-        return self.rows.attend(query_HND.transpose(0, 1), gather, scale)
 
 
 def pack(
