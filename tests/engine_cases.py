@@ -109,10 +109,10 @@ async def assert_idle(engine: EmbeddedEngine) -> None:
     assert (state.num_running, state.num_waiting, state.kv_tokens_used) == (0, 0, 0)
 
 
-def watched(cache: KVCache, name: str) -> weakref.ref[np.ndarray]:
-    """Put a tensor of the cache on memory whose end can be seen, and return a reference that dies with it."""
-    memory = np.zeros(getattr(cache, name).shape, dtype=np.float32)
-    setattr(cache, name, torch.from_numpy(memory))
+def watched(cache: KVCache) -> weakref.ref[np.ndarray]:
+    """Put the cache's tensor on memory whose end can be seen, and return a reference that dies with it."""
+    memory = np.zeros(cache.layers.shape, dtype=np.float32)
+    cache.layers = torch.from_numpy(memory)
     return weakref.ref(memory)
 
 

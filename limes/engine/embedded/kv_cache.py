@@ -13,7 +13,7 @@ from limes.models.policy import Policy
 
 
 class KVCache:
-    """Keys and values of all layers, `[K * slots, D]` each: slot s of key head h is row `h * slots + s`.
+    """Keys and values of all layers, `[K * slots, 2D]` each: slot s of key head h is row `h * slots + s`, key first.
 
     A slot holds one token; page p holds slots `p * page_size .. (p + 1) * page_size`.
     """
@@ -21,10 +21,9 @@ class KVCache:
     def __init__(self, policy: Policy, num_slots: int) -> None:
         self.num_heads, self.head_dim = policy.kv_shape
         self.num_slots = num_slots
-        shape = (policy.num_layers, self.num_heads * num_slots, self.head_dim)
         self.device = policy.device
-        self.keys = torch.empty(shape, dtype=policy.dtype, device=self.device)
-        self.values = torch.empty(shape, dtype=policy.dtype, device=self.device)
+        shape = (policy.num_layers, self.num_heads * num_slots, 2 * self.head_dim)
+        self.layers = torch.empty(shape, dtype=policy.dtype, device=self.device)
 
     def rows(self, slots: np.ndarray) -> Tensor:
         """Row numbers of slots for every key head, `[K, ...]`."""
@@ -33,8 +32,7 @@ class KVCache:
 
     def write(self, layer: int, rows_KN: Tensor, key_KND: Tensor, value_KND: Tensor) -> None:
         """Store packed keys and values."""
-        self.keys[layer].index_copy_(0, rows_KN.view(-1), key_KND.reshape(-1, self.head_dim))
-        self.values[layer].index_copy_(0, rows_KN.view(-1), value_KND.reshape(-1, self.head_dim))
+        self.layers[layer].index_copy_(0, rows_KN.view(-1), torch.cat([key_KND, value_KND], -1).flatten(0, 1))
 
 
 class StepAttention:
@@ -59,19 +57,17 @@ class StepAttention:
     def attend(self, layer: int, query_HND: Tensor, key_KND: Tensor, value_KND: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan.attend`; the new keys and values are stored first."""
         self.cache.write(layer, self.write_rows, key_KND, value_KND)
-        query_NHD = query_HND.transpose(0, 1)
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
         outputs = []
         if self.decode is not None:
-            outputs.append(self.decode.attend(query_NHD[: self.num_decodes], keys, values, scale))
+            outputs.append(self.decode.attend(layer, query_HND[:, : self.num_decodes], scale))
         if self.pieces is not None:
-            by_slot = [x.view(self.cache.num_heads, -1, self.cache.head_dim) for x in (keys, values)]
+            by_slot = self.cache.layers[layer].unflatten(0, (self.cache.num_heads, -1))
 
             def gather(index: Tensor) -> tuple[Tensor, Tensor]:
-                key, value = (x.index_select(1, index).transpose(0, 1) for x in by_slot)
+                key, value = by_slot.index_select(1, index).transpose(0, 1).chunk(2, -1)
                 return key, value
 
-            outputs.append(self.pieces.attend(query_NHD[self.num_decodes :], gather, scale))
+            outputs.append(self.pieces.attend(query_HND[:, self.num_decodes :].transpose(0, 1), gather, scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -82,45 +78,34 @@ class DecodeAttention:
     """
 
     def __init__(self, cache: KVCache, decodes: Seq[tuple[np.ndarray, np.ndarray]]) -> None:
-        self.heads, self.num = cache.num_heads, len(decodes)
+        self.num_key_heads = cache.num_heads
         groups: dict[int, list[int]] = {}
         for n, (prompt, _) in enumerate(decodes):
             groups.setdefault(id(prompt), []).append(n)
-        self.num_groups = len(groups)
-        self.width = max(len(members) for members in groups.values())
-        members = np.zeros((self.num_groups, self.width), dtype=np.int64)
-        place = np.zeros(self.num, dtype=np.int64)
+        width = max(len(members) for members in groups.values())
+        members = np.zeros((len(groups), width), dtype=np.int64)
+        place = np.zeros(len(decodes), dtype=np.int64)
         for g, numbers in enumerate(groups.values()):
             members[g, : len(numbers)] = numbers
-            place[numbers] = g * self.width + np.arange(len(numbers))
-        prompts = [decodes[numbers[0]][0] for numbers in groups.values()]
-        self.prompt_rows, self.prompt_mask, self.prompt_len = _padded(cache, prompts)
-        self.own_rows, self.own_mask, self.own_len = _padded(cache, [own for _, own in decodes])
-        in_order = np.array_equal(members.ravel(), np.arange(self.num))
+            place[numbers] = g * width + np.arange(len(numbers))
+        self.prompts = Paths(cache, [decodes[numbers[0]][0] for numbers in groups.values()])
+        self.own = Paths(cache, [own for _, own in decodes])
+        in_order = np.array_equal(members.ravel(), np.arange(len(decodes)))
         self.members = None if in_order else torch.from_numpy(members.ravel()).to(cache.device)
         self.place = None if in_order else torch.from_numpy(place).to(cache.device)
 
-    def attend(self, query_NHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """`[N, H, D]` for N sequences; `keys` and `values` are the whole layer, `[K * slots, D]`."""
-        num_heads, dim = query_NHD.shape[1:]
-        heads, num, repeat = self.heads, self.num, num_heads // self.heads
-        query_KNRD = query_NHD.unflatten(1, (heads, repeat)).transpose(0, 1) * scale
-        grouped = self._to_groups(query_KNRD).reshape(heads * self.num_groups, self.width * repeat, dim)
-        prompt_keys = keys.index_select(0, self.prompt_rows).view(-1, self.prompt_len, dim)
-        prompt_scores = torch.bmm(grouped, prompt_keys.transpose(1, 2)).view(
-            heads, self.num_groups, -1, self.prompt_len
-        )
-        prompt_scores = self._from_groups((prompt_scores + self.prompt_mask).view(heads, -1, repeat, self.prompt_len))
-        own_keys = keys.index_select(0, self.own_rows).view(-1, self.own_len, dim)
-        own_scores = torch.bmm(query_KNRD.reshape(heads * num, repeat, dim), own_keys.transpose(1, 2))
-        own_scores = own_scores.view(heads, num, repeat, self.own_len) + self.own_mask
-        weights = torch.cat([prompt_scores, own_scores], -1).float().softmax(-1).to(query_NHD.dtype)
-        own_values = values.index_select(0, self.own_rows).view(-1, self.own_len, dim)
-        out = torch.bmm(weights[..., self.prompt_len :].flatten(0, 1), own_values).view(heads, num, repeat, dim)
-        prompt_values = values.index_select(0, self.prompt_rows).view(-1, self.prompt_len, dim)
-        grouped_weights = self._to_groups(weights[..., : self.prompt_len])
-        grouped_weights = grouped_weights.reshape(heads * self.num_groups, self.width * repeat, self.prompt_len)
-        out = out + self._from_groups(torch.bmm(grouped_weights, prompt_values).view(heads, -1, repeat, dim))
+    def attend(self, layer: int, query_HND: Tensor, scale: float) -> Tensor:
+        """`[N, H, D]` for N sequences."""
+        num_heads, num, dim = query_HND.shape
+        query_KNRD = query_HND.unflatten(0, (self.num_key_heads, -1)).transpose(1, 2).contiguous()
+        prompt_keys, prompt_values = self.prompts.read(layer)
+        own_keys, own_values = self.own.read(layer)
+        prompt_scores = self._from_groups(self.prompts.scores(self._to_groups(query_KNRD), prompt_keys, scale))
+        own_scores = self.own.scores(query_KNRD, own_keys, scale)
+        weights = torch.cat([prompt_scores, own_scores], -1).softmax(-1, torch.float32).to(query_HND.dtype)
+        to_prompt, to_own = weights.split([self.prompts.longest, self.own.longest], -1)
+        out = self.own.weighted(to_own, own_values)
+        out += self._from_groups(self.prompts.weighted(self._to_groups(to_prompt), prompt_values))
         return out.transpose(0, 1).reshape(num, num_heads, dim)
 
     def _to_groups(self, x_KN: Tensor) -> Tensor:
@@ -130,15 +115,36 @@ class DecodeAttention:
         return x_KN if self.place is None else x_KN.index_select(1, self.place)
 
 
-def _padded(cache: KVCache, paths: Seq[np.ndarray]) -> tuple[Tensor, Tensor, int]:
-    """Cache rows `[K * P * L]` of paths padded to the longest, a mask `[P, 1, L]` that is -inf on padding, and L.
+class Paths:
+    """Tokens in the cache that queries attend to: P lists of slots, padded to the longest.
 
-    Padding repeats a path's last slot: a slot that was never written may hold a NaN, which no mask keeps out.
+    Padding repeats a list's last slot: a slot that was never written may hold a NaN, which no mask keeps out.
     """
-    longest = max(len(path) for path in paths)
-    slots = np.zeros((len(paths), longest), dtype=np.int64)
-    mask = np.full((len(paths), 1, longest), -np.inf, dtype=np.float32)
-    for i, path in enumerate(paths):
-        slots[i] = path[np.minimum(np.arange(longest), len(path) - 1)]
-        mask[i, 0, : len(path)] = 0
-    return cache.rows(slots).view(-1), torch.from_numpy(mask).to(cache.device, cache.keys.dtype), longest
+
+    def __init__(self, cache: KVCache, paths: Seq[np.ndarray]) -> None:
+        self.cache = cache
+        self.longest = max(len(path) for path in paths)
+        slots = np.zeros((len(paths), self.longest), dtype=np.int64)
+        mask = np.full((len(paths), 1, self.longest), -np.inf, dtype=np.float32)
+        for i, path in enumerate(paths):
+            slots[i] = path[np.minimum(np.arange(self.longest), len(path) - 1)]
+            mask[i, 0, : len(path)] = 0
+        self.rows = cache.rows(slots).view(-1)
+        self.mask = torch.from_numpy(np.tile(mask, (cache.num_heads, 1, 1))).to(cache.device, cache.layers.dtype)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, `[K * P, L, D]` each, of all key heads."""
+        keys, values = (
+            self.cache.layers[layer].index_select(0, self.rows).view(len(self.mask), self.longest, -1).chunk(2, -1)
+        )
+        return keys, values
+
+    def scores(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """Masked scores `[K, P * W, R, L]` of queries `[K, P * W, R, D]`, W in a row for each path."""
+        rows = query.reshape(len(self.mask), -1, query.shape[-1])
+        return torch.baddbmm(self.mask, rows, keys.transpose(1, 2), alpha=scale).view(*query.shape[:-1], -1)
+
+    def weighted(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Sums of values `[K, P * W, R, D]` with weights `[K, P * W, R, L]`."""
+        rows = weights.reshape(len(self.mask), -1, weights.shape[-1])
+        return torch.bmm(rows, values).view(*weights.shape[:-1], -1)
