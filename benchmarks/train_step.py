@@ -4,7 +4,7 @@
 
 8 prompts of 40 tokens with 8 answers of 32 tokens each, SmolLM2-135M in float32; clipped policy loss over the token
 mean, gradient clipping, AdamW. Both sides train copies of one model on the same samples and advantages, in turns; the
-first step's gradients are compared. Then the engine's log-probs against the trainer's, before and after an update.
+first step's gradients are compared.
 """
 
 from __future__ import annotations
@@ -131,24 +131,6 @@ def compare_speed(policy: Policy, rounds: int) -> None:
         print(f"{name:8} {spread(speeds[name])} tok/s, limes is {spread(ratios, 2)} times as fast", flush=True)
 
 
-def compare_log_probs(policy: Policy) -> None:
-    """|trainer - engine log-prob| at three temperatures, before and after an update of the shared weights."""
-    pointers = [parameter.data_ptr() for parameter in policy.model.parameters()]
-    for temperature in (0.6, 1.0, 1.7):
-        config = make_config(temperature)
-        for when in ("before", "after"):
-            shard, engine = sample_rollout(policy, config, 1)
-            worker = TrainWorker(policy, config, engine=engine)
-            metrics = worker.train(0, shard)
-            asyncio.run(engine.close())
-            print(
-                f"temperature {temperature}, {when} an update: mean |trainer - engine log-prob| "
-                f"{metrics['train/logprob_abs_diff']:.1e}, largest {metrics['train/logprob_abs_diff_max']:.1e}"
-            )
-    same = pointers == [parameter.data_ptr() for parameter in policy.model.parameters()]
-    print(f"engine and trainer read the same memory throughout: {same}")
-
-
 def main() -> None:
     """Print both sides."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -158,7 +140,6 @@ def main() -> None:
     policy = load_policy(load_config(None, {"rollout.num_rollout": 1}).model)
     policy.end_token_ids = ()
     compare_speed(policy, rounds)
-    compare_log_probs(policy)
 
 
 if __name__ == "__main__":
