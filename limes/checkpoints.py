@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from limes.cluster.handles import RolloutManagerHandle, TrainGroup
@@ -18,19 +19,32 @@ async def save_checkpoint(
     checkpoints: Path,
     *,
     force_sync: bool,
+    notice: Callable[[str], None],
 ) -> Path:
     """Write `<checkpoints>/<rollout id>`: weights, optimizers and schedules of all `models`, and the place in the data.
 
     It is written under another name and gets its own at the end, so a folder with a plain number is always complete.
+    Cancelling waits for it: what has been learned is worth the seconds.
     """
     folder = checkpoints / f"{rollout_id:06d}"
     unfinished = folder.with_suffix(UNFINISHED)
     unfinished.mkdir()
-    for model in models:
-        if model is not None:
-            await model.save_model(rollout_id, unfinished, force_sync=force_sync)
-    await manager.save(rollout_id, unfinished)
-    return unfinished.rename(folder)
+
+    async def write() -> Path:
+        for model in models:
+            if model is not None:
+                await model.save_model(rollout_id, unfinished, force_sync=force_sync)
+        await manager.save(rollout_id, unfinished)
+        return unfinished.rename(folder)
+
+    writing = asyncio.ensure_future(write())
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        if not writing.done():
+            notice(f"waiting for checkpoint {folder.name} to be written")
+            await writing
+        raise
 
 
 def remove_unfinished(checkpoints: Path) -> None:

@@ -10,7 +10,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,8 +43,28 @@ class Command:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    threads_before = threading.enumerate()
+    code = _exit_code(sys.argv[1:] if argv is None else argv)
+    leave_busy_threads_behind(code, threads_before)
+    return code
+
+
+def leave_busy_threads_behind(code: int, threads_before: Collection[threading.Thread]) -> None:
+    """End the process at once where a role has not ended: the interpreter's own end could wait for it or crash.
+
+    Args:
+        threads_before: threads that were there before the command; they are others' business.
+    """
+    new = [thread for thread in threading.enumerate() if thread not in threads_before]
+    if any(thread.name.startswith("limes-") for thread in new):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _exit_code(argv: list[str]) -> int:
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _run(argv)
     except KeyboardInterrupt:
         print("limes: interrupted", file=sys.stderr)
         return 130

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-import threading
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from limes.checkpoints import remove_unfinished
 from limes.cluster.handles import RolloutManagerHandle
 from limes.cluster.local import RoleEnded
 from limes.config import Config, Resolved
+from limes.config.counting import num_of
 from limes.engine.protocol import EngineError
 from limes.rollout import NoGroupsLeft
 from limes.run import Console
@@ -59,11 +58,16 @@ def with_num_rollout(config: Config, num_rollout_per_epoch: int | None, tracking
         num_rollout = rollout.num_epoch * num_rollout_per_epoch
     tracking.num_rollout = num_rollout
     if num_rollout:
-        samples, steps = rollout.batch_size * rollout.n_samples_per_prompt, config.trainer.num_steps_per_rollout
-        tracking.console.notice(
-            f"plan: {num_rollout} rollouts of {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} answers "
-            f"({samples} samples in {steps} optimizer steps), {num_rollout_per_epoch} rollouts an epoch"
+        epoch = "" if num_rollout_per_epoch is None else f", {num_of(num_rollout_per_epoch, 'rollout')} an epoch"
+        samples = num_of(rollout.batch_size * rollout.n_samples_per_prompt, "sample")
+        steps = num_of(config.trainer.num_steps_per_rollout, "optimizer step")
+        work = (
+            f"{num_of(rollout.batch_size, 'conversation')} in {steps}"
+            if config.algorithm.is_supervised
+            else f"{num_of(rollout.batch_size, 'prompt')} x {num_of(rollout.n_samples_per_prompt, 'answer')} "
+            f"({samples} in {steps})"
         )
+        tracking.console.notice(f"plan: {num_of(num_rollout, 'rollout')} of {work}{epoch}")
     settled = rollout.model_copy(update={"num_rollout": num_rollout})
     return config.model_copy(update={"rollout": settled}), num_rollout
 
@@ -84,12 +88,11 @@ def run_to_the_end(
     """
     config = resolved.config
     prepare_process(config)
-    threads_before = threading.enumerate()
     with Console() as console:
         tracking = init_tracking(config, resolved.recipe.stem if resolved.recipe else default_name, console)
         outcome = "failed"
         try:
-            asyncio.run(main(config, tracking))
+            run_coroutine(main(config, tracking))
             outcome, code = "done", DONE
         except KeyboardInterrupt:
             outcome, code = "interrupted", INTERRUPTED
@@ -100,8 +103,31 @@ def run_to_the_end(
             raise
         finally:
             tracking.finish(outcome)
-    leave_busy_threads_behind(code, threads_before)
     return code
+
+
+def run_coroutine(work: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run`, also where an event loop runs already, as in a notebook: there on a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None] | None]] = Future()
+
+    async def noted() -> None:
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        await work
+
+    with ThreadPoolExecutor(1, thread_name_prefix="driver") as pool:
+        done = pool.submit(asyncio.run, noted())
+        try:
+            done.result()
+        except KeyboardInterrupt:
+            loop, task = started.result()
+            if task is not None and not done.done():
+                loop.call_soon_threadsafe(task.cancel)
+                wait([done])
+            raise
 
 
 def prepare_process(config: Config) -> None:
@@ -112,16 +138,3 @@ def prepare_process(config: Config) -> None:
     logging.disable_progress_bar()
     if config.cluster.num_threads:
         torch.set_num_threads(config.cluster.num_threads)
-
-
-def leave_busy_threads_behind(code: int, threads_before: Collection[threading.Thread]) -> None:
-    """End the process at once where a role would not end: the interpreter's own end could wait for it or crash.
-
-    Args:
-        threads_before: threads that were there before the roles; they are others' business.
-    """
-    new = [thread for thread in threading.enumerate() if thread not in threads_before]
-    if any(thread.name.startswith("limes-") for thread in new):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -17,6 +17,7 @@ from limes.run.tracking import Tracking
 
 ROWS = (
     ("mean reward", "eval/reward_mean", "eval/reward_ci95", ".4f"),
+    ("nats a token", "eval/nll", None, ".4f"),
     ("response length", "eval/response_len_mean", None, ".1f"),
     ("truncated", "eval/truncated_frac", None, ".1%"),
     ("unscored", "eval/unscored", None, ".0f"),
@@ -37,8 +38,12 @@ async def evaluate_model(config: Config, tracking: Tracking, *, k: Sequence[int]
         await manager.onload_kv()
         metrics = await manager.eval(0)
         print_table(metrics, sys.stdout)
-        answers = read_samples(tracking.folder.rollouts, 0, "eval")
-        tracking.show("answers to the first prompts", first_of_each(answers)[: config.run.num_shown_samples])
+        num_shown = config.run.num_shown_samples
+        if config.algorithm.is_supervised:  # the evaluation's answers are the data's
+            answers = await manager.show_samples(num_shown)
+        else:
+            answers = first_of_each(read_samples(tracking.folder.rollouts, 0, "eval"))
+        tracking.show("answers to the first prompts", answers[:num_shown])
     finally:
         await roles.dispose()
 

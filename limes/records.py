@@ -26,7 +26,8 @@ class Sample:
     """One trainable token sequence: a prompt and the answer grown on it.
 
     Per-token lists cover the response only and are always `response_length` long. `loss_mask` is 1 exactly on tokens
-    that the engine sampled and that should train; where it is 0, `rollout_log_probs` is 0 and means nothing.
+    that the engine sampled and that should train; where it is 0, `rollout_log_probs` is 0 and means nothing. Answers
+    that were given and not sampled (`algorithm.loss = sft`) have mask 1 and NaN there.
     """
 
     index: int

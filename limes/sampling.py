@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 from limes.cluster.roles import load_model, start_engine
 from limes.config import Config, Resolved
+from limes.config.counting import num_of
 from limes.data import PromptRenderer
-from limes.driver import DONE, INTERRUPTED, leave_busy_threads_behind, prepare_process
+from limes.driver import DONE, INTERRUPTED, prepare_process
 from limes.engine.protocol import GenerateRequest, GenerateResult, SampleKey
 from limes.rollout.build import sampling_params
 from limes.run import Console
@@ -80,7 +80,7 @@ def describe(prompt_ids: Sequence[int], result: GenerateResult, seconds: float) 
     num = len(result.token_ids)
     mean = sum(result.log_probs) / num
     return (
-        f"{num} tokens after a prompt of {len(prompt_ids)}, ended by {result.finish_reason.value}, "
+        f"{num_of(num, 'token')} after a prompt of {len(prompt_ids)}, ended by {result.finish_reason.value}, "
         f"mean log-prob {mean:.3f}, {seconds:.2f} s, {num / seconds:.1f} tokens/s"
     )
 
@@ -92,7 +92,6 @@ def run_sample(resolved: Resolved, *, prompt: str) -> int:
         ValueError: the model cannot be had or the prompt does not fit.
     """
     prepare_process(resolved.config)
-    threads_before = threading.enumerate()
     with Console() as console:
         try:
             asyncio.run(sample(resolved.config, prompt, sys.stdout, console))
@@ -100,5 +99,4 @@ def run_sample(resolved: Resolved, *, prompt: str) -> int:
         except KeyboardInterrupt:
             console.notice("interrupted")
             code = INTERRUPTED
-    leave_busy_threads_behind(code, threads_before)
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from limes.checkpoints import save_checkpoint
 from limes.cluster.placement import create_placement_groups
+from limes.cluster.resume import refuse_unusable_checkpoint
 from limes.cluster.roles import OFFLOAD_TAGS, create_rollout_manager, create_training_models
 from limes.config import Config, Resolved
 from limes.driver import Roles, run_to_the_end, show_samples, with_num_rollout
@@ -13,6 +14,7 @@ from limes.run.tracking import Tracking
 
 async def train(config: Config, tracking: Tracking) -> None:
     """Train the model of `config`, or evaluate it when `rollout.num_rollout` is 0."""
+    refuse_unusable_checkpoint(config)
     placements = create_placement_groups(config)
     roles = Roles(tracking)
     try:
@@ -58,7 +60,8 @@ async def train(config: Config, tracking: Tracking) -> None:
                 rollout_id, config.checkpoint.save_interval, num_rollout_per_epoch
             ):
                 models = [critic] if critic_only else [actor, critic]
-                await save_checkpoint(models, manager, rollout_id, tracking.folder.checkpoints, force_sync=is_last)
+                folder, notice = tracking.folder.checkpoints, tracking.console.notice
+                await save_checkpoint(models, manager, rollout_id, folder, force_sync=is_last, notice=notice)
 
             await actor.clear_memory()
             if critic is not None:

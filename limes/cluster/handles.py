@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ class RolloutManagerHandle:
 
     async def generate(self, rollout_id: int) -> Sequence[Any]:
         """Sample one rollout; the shard, or a ref to it, of each data-parallel rank of the actor."""
-        shards = await self._call("generate", rollout_id)
+        shards = await self._call("generate", rollout_id=rollout_id)
         report: Report = await self._actor.call("report")
         self._tracking.record(rollout_id, report.metrics, report.remarks)
         return shards
 
     async def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate the weights that rollout `rollout_id` is sampled with, or would be."""
-        report: Report = await self._call("eval", rollout_id)
+        report: Report = await self._call("eval", rollout_id=rollout_id)
         self._tracking.evaluated(rollout_id, report.metrics, report.remarks)
         return report.metrics
 
@@ -57,7 +57,7 @@ class RolloutManagerHandle:
 
     async def save(self, rollout_id: int, folder: Path) -> None:
         """Write the place in the data into a checkpoint folder."""
-        await self._call("save", rollout_id, folder)
+        await self._call("save", rollout_id=rollout_id, folder=folder)
 
     async def load(self, folder: Path) -> int:
         """Go on where a checkpoint was saved; returns the id of its rollout."""
@@ -71,9 +71,9 @@ class RolloutManagerHandle:
         finally:
             await asyncio.to_thread(self._actor.close)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        with self._tracking.span(f"rollout.{method}", **rollout_of(args)):
-            return await self._actor.call(method, *args)
+    async def _call(self, method: str, *args: Any, **named: Any) -> Any:
+        with self._tracking.span(f"rollout.{method}", **about(named)):
+            return await self._actor.call(method, *args, **named)
 
 
 class TrainGroup:
@@ -131,7 +131,7 @@ class TrainGroup:
 
     async def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
         """Write weights and optimizer into a checkpoint folder; `force_sync` returns only when it is on the disk."""
-        await self._all("save_model", rollout_id, folder, force_sync)
+        await self._all("save_model", rollout_id=rollout_id, folder=folder, force_sync=force_sync)
 
     async def load(self, folder: Path) -> None:
         """Take weights, optimizer and schedule from a checkpoint folder."""
@@ -142,9 +142,9 @@ class TrainGroup:
         gc.unfreeze()
         await asyncio.gather(*(asyncio.to_thread(actor.close) for actor in self._actors))
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        with self._tracking.span(f"{self.role}.{method}", **rollout_of(args)):
-            return await asyncio.gather(*(actor.call(method, *args) for actor in self._actors))
+    async def _all(self, method: str, *args: Any, **named: Any) -> list[Any]:
+        with self._tracking.span(f"{self.role}.{method}", **about(named)):
+            return await asyncio.gather(*(actor.call(method, *args, **named) for actor in self._actors))
 
 
 class CriticGroup(TrainGroup):
@@ -163,6 +163,6 @@ class CriticGroup(TrainGroup):
         return metrics
 
 
-def rollout_of(args: Sequence[Any]) -> dict[str, int]:
-    """The rollout that a call is about, where its first argument says so."""
-    return {"rollout_id": args[0]} if args and isinstance(args[0], int) else {}
+def about(named: Mapping[str, Any]) -> dict[str, Any]:
+    """What a span says of its call: the rollout, where the call names one."""
+    return {name: named[name] for name in ("rollout_id",) if name in named}

@@ -12,9 +12,19 @@ from limes.cluster.compute import OnThread, on_a_passing_thread
 from limes.cluster.handles import CriticGroup, RolloutManagerHandle, TrainGroup
 from limes.cluster.local import LocalActor
 from limes.cluster.placement import Placement
+from limes.cluster.resume import load_checkpoint
 from limes.config import Config, batch_algebra
 from limes.config.model import ModelConfig
-from limes.rollout import RolloutManager, build_rollout_manager, load_all_prompts
+from limes.records import Sample
+from limes.rollout import (
+    Conversations,
+    RolloutManager,
+    build_rollout_manager,
+    build_sft_manager,
+    load_all_prompts,
+    load_conversations,
+)
+from limes.rollout.sft import Score
 from limes.run import Console
 from limes.run.tracking import Tracking
 
@@ -68,43 +78,12 @@ async def create_training_models(
             critic = CriticGroup([second], tracking)
             await second.ready()
         if config.checkpoint.load is not None:
-            await _load_checkpoint(config, actor, critic, manager)
+            await load_checkpoint(config, actor, critic, manager)
         gc.freeze()  # what is loaded by now stays; walking it in every collection costs up to a second a step
     except BaseException:
         await asyncio.gather(*(group.dispose() for group in (actor, critic) if group is not None))
         raise
     return actor, critic
-
-
-async def _load_checkpoint(
-    config: Config, actor: TrainGroup, critic: CriticGroup | None, manager: RolloutManagerHandle
-) -> None:
-    """Go on from `checkpoint.load`. While the critic learns alone no actor is saved: it is still at its start."""
-    from limes.training.checkpoint import MODEL
-
-    assert config.checkpoint.load is not None
-    folder = Path(config.checkpoint.load)
-    start = await manager.load(folder) + 1
-    if start > config.critic.num_critic_only_steps or (folder / MODEL).exists():
-        await actor.load(folder)
-    if critic is not None:
-        await critic.load(folder)
-    refuse_nothing_to_do(config, start)
-    actor.start_rollout_id = start
-
-
-def refuse_nothing_to_do(config: Config, start_rollout_id: int) -> None:
-    """A run that would train nothing is no success.
-
-    Raises:
-        ValueError: the checkpoint is of the last rollout or a later one.
-    """
-    num_rollout = config.rollout.num_rollout
-    if num_rollout and start_rollout_id >= num_rollout:
-        raise ValueError(
-            f"checkpoint.load = {config.checkpoint.load!r} has {start_rollout_id} rollouts behind it and "
-            f"rollout.num_rollout is {num_rollout}, so nothing is left to do; raise rollout.num_rollout"
-        )
 
 
 async def _build_manager(
@@ -113,18 +92,39 @@ async def _build_manager(
     console = tracking.console
     policy = await on_a_passing_thread(lambda: load_model(config.model, console))
     await asyncio.sleep(0)  # a role that is ended meanwhile stops here
-    prompts = load_all_prompts(config, policy, console, ks)
+    supervised = config.algorithm.is_supervised
+    data = load_conversations(config, policy, console) if supervised else load_all_prompts(config, policy, console, ks)
     await asyncio.sleep(0)
-    engine = start_engine(config, policy, prompts.longest)
+    engine = start_engine(config, policy, data.longest)
+    folder = tracking.folder.rollouts
     try:
-        manager = build_rollout_manager(
-            config, policy, engine, prompts, samples_folder=tracking.folder.rollouts, console=console
-        )
+        if isinstance(data, Conversations):
+            score = answer_scorer(config, policy, engine)
+            manager: RolloutManager = build_sft_manager(
+                config, policy, engine, data, score=score, samples_folder=folder, console=console
+            )
+        else:
+            manager = build_rollout_manager(config, policy, engine, data, samples_folder=folder, console=console)
     except BaseException:
         await engine.close()
         raise
     placement.shared.policy, placement.shared.engine = policy, engine
     return manager
+
+
+def answer_scorer(config: Config, policy: Policy, engine: EmbeddedEngine) -> Score:
+    """Log-probs of given answers under the policy as it is, computed as the trainer does."""
+    from limes.training.forward import PackedForward
+
+    trainer = config.trainer
+    forward = PackedForward(
+        policy, temperature=1.0, head_chunk=trainer.head_chunk, share_prefixes=trainer.share_prefixes
+    )
+
+    async def score(samples: Sequence[Sample]) -> list[float]:
+        return await engine.run(lambda: forward.score(samples, trainer.max_tokens_per_micro_batch).tolist())
+
+    return score
 
 
 def load_model(config: ModelConfig, console: Console) -> Policy:
@@ -175,6 +175,8 @@ def default_kv_tokens(config: Config, policy: Policy, longest_prompt: int) -> in
     page, rollout = config.engine.page_size, config.rollout
     groups = rollout.over_sampling_batch_size or rollout.batch_size
     eval_prompts = config.eval.num_prompts or groups
+    if config.algorithm.is_supervised:  # nothing is sampled but the answers that are shown
+        groups = eval_prompts = max(1, config.run.num_shown_samples)
     most = max(
         kv_tokens(groups, rollout.n_samples_per_prompt, longest_prompt, rollout.max_response_len, config),
         kv_tokens(

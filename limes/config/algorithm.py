@@ -48,6 +48,10 @@ Aggregation = Annotated[str, _checked(AGGREGATIONS), _listed(AGGREGATIONS)]
 class AlgorithmConfig(Section):
     """From rewards to advantages to the loss."""
 
+    loss: Literal["policy", "sft"] = "policy"
+    """`policy`: answers are sampled, and rewards say which to make likelier. `sft` (supervised fine-tuning): answers
+    come from the data and all are made likelier; of this section it reads the aggregation alone."""
+
     advantage_estimator: Estimator = "grpo"
     """Rewards to advantages: `grpo` (less the group's mean, divided by its spread), `rloo` (less the mean of the
     others), `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `ppo` (with a critic), `step_wise` (scores of
@@ -147,6 +151,18 @@ class AlgorithmConfig(Section):
 
     truncated: Literal["keep", "zero", "mask"] = "keep"
     """Answers cut at the length limit: keep their reward, set it to 0, or leave them out of training."""
+
+    overlong_buffer: PositiveInt | None = None
+    """Last tokens before `rollout.max_response_len` over which an answer's reward falls linearly, by `overlong_penalty`
+    at the limit (DAPO); off by default. It shapes what trains, not the reward that is reported or filtered by."""
+
+    overlong_penalty: PositiveFloat = 1.0
+    """How much an answer of `rollout.max_response_len` tokens loses, with `overlong_buffer`."""
+
+    @property
+    def is_supervised(self) -> bool:
+        """Answers come from the data; nothing is sampled or rewarded in training."""
+        return self.loss == "sft"
 
     @property
     def needs_reference(self) -> bool:

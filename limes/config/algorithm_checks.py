@@ -159,12 +159,28 @@ def _correction(config: Config) -> Iterator[str]:
             )
 
 
-def _aggregation(config: Config) -> Iterator[str]:
+def check_aggregation(config: Config) -> Iterator[str]:
+    """A constant that no aggregation reads."""
     constant, how = config.algorithm.aggregation_constant, config.algorithm.aggregation
     if constant is not None and how != "constant":
         yield (
             f"algorithm.aggregation_constant = {constant} has no effect with algorithm.aggregation = {how}; "
             "set algorithm.aggregation to constant, or leave the constant out"
+        )
+
+
+def _overlong(config: Config) -> Iterator[str]:
+    buffer, penalty = config.algorithm.overlong_buffer, config.algorithm.overlong_penalty
+    longest = config.rollout.max_response_len
+    if buffer is not None and buffer > longest:
+        yield (
+            f"algorithm.overlong_buffer = {buffer} is above rollout.max_response_len = {longest}; "
+            f"lower it to {longest} or less"
+        )
+    if buffer is None and penalty != AlgorithmConfig.model_fields["overlong_penalty"].default:
+        yield (
+            f"algorithm.overlong_penalty = {penalty} has no effect without algorithm.overlong_buffer; "
+            "set that, or leave it out"
         )
 
 
@@ -182,6 +198,6 @@ ALGORITHM: tuple[Callable[[Config], Iterator[str]], ...] = (
     _clip_range,
     _old_log_probs,
     _correction,
-    _aggregation,
+    _overlong,
     _teacher,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from limes.config.counting import num_of
 from limes.config.derived import effective
 from limes.config.root import Config
 
@@ -25,7 +26,7 @@ class BatchAlgebra:
     """Optimizer steps of a rollout."""
 
     samples_per_step: int
-    max_answer_tokens: int
+    max_answer_tokens: int | None
     """Most answer tokens a rollout can have."""
 
     max_sample_tokens: int | None
@@ -50,9 +51,17 @@ class BatchAlgebra:
         steps = f"{self.steps_per_rollout} a rollout"
         return [
             ("prompts a rollout", str(self.prompts), f"{self.prompts_in_flight} in flight at first"),
-            ("samples a rollout", str(self.samples), f"{self.prompts} prompts x {self.answers_per_prompt} answers"),
-            ("samples a step", str(self.samples_per_step), f"{self.samples} samples / {self.steps_per_rollout} steps"),
-            ("answer tokens a rollout", f"<= {self.max_answer_tokens}", ""),
+            (
+                "samples a rollout",
+                str(self.samples),
+                f"{num_of(self.prompts, 'prompt')} x {num_of(self.answers_per_prompt, 'answer')}",
+            ),
+            (
+                "samples a step",
+                str(self.samples_per_step),
+                f"{num_of(self.samples, 'sample')} / {num_of(self.steps_per_rollout, 'step')}",
+            ),
+            ("answer tokens a rollout", _at_most(self.max_answer_tokens, "the data"), ""),
             ("tokens a sample", _at_most(self.max_sample_tokens, "the model"), "prompt and answer"),
             ("tokens a step", _at_most(self.max_tokens_per_step, "the model"), ""),
             ("micro-batches a step", _at_most(self.max_micro_batches_per_step, "the model"), ""),
@@ -71,7 +80,7 @@ def _at_most(count: int | None, teller: str) -> str:
 
 
 def _remark(num_prompts: int | None) -> str:
-    return "" if num_prompts is None else f"{num_prompts} prompts in the data"
+    return "" if num_prompts is None else f"{num_of(num_prompts, 'prompt')} in the data"
 
 
 def batch_algebra(config: Config, num_prompts: int | None = None) -> BatchAlgebra:
@@ -95,7 +104,7 @@ def batch_algebra(config: Config, num_prompts: int | None = None) -> BatchAlgebr
         samples=samples,
         steps_per_rollout=steps,
         samples_per_step=samples_per_step,
-        max_answer_tokens=samples * rollout.max_response_len,
+        max_answer_tokens=None if config.algorithm.is_supervised else samples * rollout.max_response_len,
         max_sample_tokens=sample_tokens,
         max_tokens_per_step=None if sample_tokens is None else samples_per_step * sample_tokens,
         max_micro_batches_per_step=_max_micro_batches(config, samples_per_step, sample_tokens),
@@ -125,7 +134,7 @@ def _rollouts_per_epoch(config: Config, num_prompts: int | None) -> int | None:
 def _max_sample_tokens(config: Config) -> int | None:
     prompt, context = config.data.max_prompt_len, config.engine.max_context_len
     bounds = [context] if context is not None else []
-    if prompt is not None:
+    if prompt is not None and not config.algorithm.is_supervised:
         bounds.append(prompt + config.rollout.max_response_len)
     return min(bounds, default=None)
 

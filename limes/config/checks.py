@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from limes.config.algorithm_checks import ALGORITHM
+from limes.config.algorithm_checks import ALGORITHM, check_aggregation
+from limes.config.counting import num_of
 from limes.config.derived import effective, value_of
+from limes.config.sft_checks import SFT
+from limes.config.weight_checks import WEIGHTS
 
 if TYPE_CHECKING:
     from limes.config.root import Config
@@ -17,7 +20,8 @@ NEUTRAL_CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0}
 
 def problems(config: Config) -> list[str]:
     """All problems of a configuration. The rules of training are left out when `rollout.num_rollout` is 0."""
-    checks = ALWAYS if config.rollout.num_rollout == 0 else ALWAYS + TRAINING
+    training = (*COMMON, *(SFT if config.algorithm.is_supervised else POLICY))
+    checks = ALWAYS if config.rollout.num_rollout == 0 else ALWAYS + training
     return [problem for check in checks for problem in check(config)]
 
 
@@ -83,7 +87,7 @@ def _steps_divide(config: Config) -> Iterator[str]:
         divisors = [n for n in range(1, samples + 1) if samples % n == 0]
         near = sorted(sorted(divisors, key=lambda n: abs(n - steps))[:3])
         yield (
-            f"trainer.num_steps_per_rollout = {steps} does not divide the {samples} samples of a rollout "
+            f"trainer.num_steps_per_rollout = {steps} does not divide the {num_of(samples, 'sample')} of a rollout "
             f"(rollout.batch_size {prompts} x rollout.n_samples_per_prompt {answers}); "
             f"use {', '.join(map(str, near))}, or change the batch"
         )
@@ -131,12 +135,13 @@ def _critic_has_ppo(config: Config) -> Iterator[str]:
 
 
 Check = Callable[["Config"], Iterator[str]]
-ALWAYS: tuple[Check, ...] = (_length_of_run, _answers_fit, _eval_answers_differ, _run_name, _grader_of_groups)
-TRAINING: tuple[Check, ...] = (
-    _over_sampling,
-    _steps_divide,
-    _one_policy,
-    _schedule,
-    _critic_has_ppo,
-    *ALGORITHM,
+ALWAYS: tuple[Check, ...] = (
+    _length_of_run,
+    _answers_fit,
+    _eval_answers_differ,
+    _run_name,
+    _grader_of_groups,
+    *WEIGHTS,
 )
+COMMON: tuple[Check, ...] = (_steps_divide, _schedule, check_aggregation)
+POLICY: tuple[Check, ...] = (_over_sampling, _one_policy, _critic_has_ppo, *ALGORITHM)

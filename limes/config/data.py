@@ -16,10 +16,16 @@ class DataConfig(Section):
     """Options of a generated source, such as the `size` and `seed` of a reasoning-gym task."""
 
     input_key: str = "prompt"
-    """Column that holds the prompt: a string or a list of chat messages."""
+    """Column that holds the prompt: a string or a list of chat messages. With `algorithm.loss = sft` the messages hold
+    the answers too, and an answer's `weight` says how much it counts; 0 leaves it out."""
 
     label_key: str | None = "label"
-    """Column that holds the answer the grader compares with; a row may lack it. Empty for data without labels."""
+    """Column that holds the answer the grader compares with, or with `algorithm.loss = sft` the answer to learn where
+    the prompt has none; a row may lack it. Empty for data without labels."""
+
+    tools_key: str = "tools"
+    """Column that holds the tools an answer may call, as a list or as JSON text, for the chat template; a row may lack
+    it."""
 
     metadata_key: str = "metadata"
     """Column that holds a dict which travels with every sample."""

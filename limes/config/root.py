@@ -18,6 +18,7 @@ from limes.config.rollout import RolloutConfig, SamplingConfig
 from limes.config.run import RunConfig
 from limes.config.teacher import TeacherConfig
 from limes.config.trainer import TrainerConfig
+from limes.config.weights import WeightsConfig
 
 
 class Config(Section):
@@ -33,6 +34,7 @@ class Config(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig)
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig = Field(default_factory=RunConfig)

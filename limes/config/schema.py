@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from limes.config.base import Section
 from limes.config.root import Config
+from limes.config.synonyms import SYNONYMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,11 @@ def show(value: Any) -> str:
 
 def nearest(name: str, more: Iterable[str] = ()) -> list[str]:
     """Settings (and `more` names) that a misspelled name may stand for, best first; equally good ones together."""
+    section, _, leaf = name.rpartition(".")
+    if leaf in SYNONYMS:
+        meant = SYNONYMS[leaf]
+        beside = f"{section}.{meant.rpartition('.')[2]}"
+        return [beside if beside in leaves() else meant]
     scores = {candidate: _likeness(name, candidate) for candidate in [*leaves(), *more]}
     best = max(scores.values())
     return [candidate for candidate, score in scores.items() if score == best][:3] if best >= 0.6 else []

@@ -61,6 +61,13 @@ class DataCursor:
         """Groups that wait to be served again."""
         return len(self._put_back)
 
+    def prompt_of(self, group_index: int) -> EncodedPrompt:
+        """The prompt of a group, drawn or still to come."""
+        epoch, offset = divmod(group_index, len(self._prompts))
+        if self._order[0] != epoch:
+            self._order = (epoch, self._make_order(epoch))
+        return self._prompts[self._order[1][offset]]
+
     def next_groups(self, n: int) -> list[Group]:
         """Take `n` groups: what was put back, oldest first, then fresh ones.
 
@@ -89,7 +96,7 @@ class DataCursor:
             "offset": self.offset,
             "next_index": self._next_index,
             "put_back": [
-                [sample_state(sample, self._prompt_of(sample.group_index)) for sample in group]
+                [sample_state(sample, self.prompt_of(sample.group_index)) for sample in group]
                 for group in self._put_back
             ],
         }
@@ -113,7 +120,7 @@ class DataCursor:
         self._next_index = state["next_index"]
         for group in state["put_back"]:
             self._put_back.append(
-                [sample_from_state(sample, self._prompt_of(sample["group_index"])) for sample in group]
+                [sample_from_state(sample, self.prompt_of(sample["group_index"])) for sample in group]
             )
         self.notice = None
         return None
@@ -126,7 +133,7 @@ class DataCursor:
         return f"data: {why}; starting at the first prompt instead of epoch {state['epoch']}, prompt {state['offset']}"
 
     def _fresh_group(self) -> Group:
-        prompt = self._prompt_of(self._next_group)
+        prompt = self.prompt_of(self._next_group)
         group = [
             Sample(
                 index=self._next_index + i,
@@ -141,12 +148,6 @@ class DataCursor:
         self._next_group += 1
         self._next_index += self._n_samples_per_prompt
         return group
-
-    def _prompt_of(self, group_index: int) -> EncodedPrompt:
-        epoch, offset = divmod(group_index, len(self._prompts))
-        if self._order[0] != epoch:
-            self._order = (epoch, self._make_order(epoch))
-        return self._prompts[self._order[1][offset]]
 
     def _make_order(self, epoch: int) -> npt.NDArray[np.int64]:
         """The permutation of an epoch: sort the raw output of Philox keyed by (seed, epoch). Raw bits and a stable sort

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from limes.config.counting import num_of
 from limes.data.prompts import PromptSet
 from limes.data.render import PromptRenderer
 from limes.records import Message
@@ -78,7 +79,7 @@ def encode_prompts(
             progress(len(lengths), len(prompt_set.rows))
     if not prompts:
         raise ValueError(
-            f"all {len(lengths)} prompts of {prompt_set.name} are longer than {max_prompt_len} tokens "
+            f"none of {num_of(len(lengths), 'prompt')} of {prompt_set.name} fits in {num_of(max_prompt_len, 'token')} "
             f"(shortest {min(lengths)}, longest {max(lengths)}); raise data.max_prompt_len or engine.max_context_len, "
             "or lower rollout.max_response_len"
         )
@@ -95,7 +96,7 @@ def _encode_chunk(prompt_set: PromptSet, renderer: PromptRenderer, start: int) -
     texts = []
     for index, row in enumerate(prompt_set.rows[start : start + CHUNK], start):
         try:
-            texts.append(renderer.text(row.prompt))
+            texts.append(renderer.text(row.prompt, row.tools))
         except ValueError as error:
             raise ValueError(f"row {index} of {prompt_set.name}: {error}") from error
     encoded = renderer.tokenise(texts)

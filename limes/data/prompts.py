@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,12 @@ from limes.records import Message
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt with what its grader needs."""
+    """One prompt with what its grader needs, and the tools that the answer may call."""
 
     prompt: str | list[Message]
     label: Any
     metadata: dict[str, Any]
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ def prompt_set(name: str, rows: Sequence[Row]) -> PromptSet:
     """Name and fingerprint `rows`."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(canonical([row.prompt, row.label, row.metadata]).encode("utf-8", "surrogatepass"))
+        content = [row.prompt, row.label, row.metadata, *([row.tools] if row.tools else [])]
+        digest.update(canonical(content).encode("utf-8", "surrogatepass"))
         digest.update(b"\n")
     return PromptSet(rows=rows, name=name, fingerprint=digest.hexdigest()[:16])
 
@@ -69,6 +72,7 @@ def rows_from_records(records: Iterable[Record], data: DataConfig, name: str) ->
                 prompt=check_prompt(record.values[data.input_key], f"{name}, {record.where}, column {data.input_key}"),
                 label=record.values.get(data.label_key) if data.label_key else None,
                 metadata=_metadata(record, data.metadata_key, name),
+                tools=_tools(record, data.tools_key, name),
             )
         )
     if rows and data.label_key and not label_seen:
@@ -92,7 +96,8 @@ def check_prompt(prompt: Any, where: str) -> str | list[Message]:
     if not isinstance(prompt, list):
         raise ValueError(f"{where}: a prompt is text or a list of chat messages, not {_kind(prompt)}")
     for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        whole = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
+        if not whole or not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: a chat message is an object with role and content, not {_short(message)}")
     return prompt
 
@@ -116,6 +121,24 @@ def _metadata(record: Record, key: str, name: str) -> dict[str, Any]:
             "fix the row or name another column with data.metadata_key"
         )
     return metadata
+
+
+def _tools(record: Record, key: str, name: str) -> list[dict[str, Any]] | None:
+    """The tools of a row; text is taken as JSON, which keeps Parquet from mixing the schemas of different tools."""
+    found = record.values.get(key)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}, {record.where}: column {key} is not valid JSON ({error})") from error
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise ValueError(
+            f"{name}, {record.where}: column {key} holds {_kind(found)}, not a list of tools; "
+            "fix the row or name another column with data.tools_key"
+        )
+    return found
 
 
 def _missing_column(name: str, where: str, setting: str, key: str, columns: Iterable[str]) -> str:

@@ -48,8 +48,11 @@ class PromptRenderer:
         """
         return self.tokenise([self.text(prompt)])[0]
 
-    def text(self, prompt: str | list[Message]) -> str:
+    def text(self, prompt: str | list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         """The prompt as one string, before it is tokenised.
+
+        Args:
+            tools: what the answer may call, for the template.
 
         Raises:
             ValueError: as `render`.
@@ -61,9 +64,28 @@ class PromptRenderer:
                     "set it to true or give the prompt as text"
                 )
             return prompt
+        return self._rendered(self._messages(prompt), tools, add_generation_prompt=True)
+
+    def conversation_text(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """Messages that end with an answer, as one string: what `text` gives for those before it, if the template is
+        sound, and then the answer.
+
+        Raises:
+            ValueError: the template cannot render them.
+        """
+        assert self.apply_chat_template
+        return self._rendered(self._messages(messages), tools, add_generation_prompt=False)
+
+    def _rendered(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
+    ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                self._messages(prompt), tokenize=False, add_generation_prompt=True, **self.template_kwargs
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.template_kwargs,
             )
         except TEMPLATE_FAULTS as error:
             raise ValueError(f"the chat template cannot render it: {type(error).__name__}: {error}") from error
@@ -82,6 +104,16 @@ class PromptRenderer:
         )
         ids: list[list[int]] = encoded["input_ids"]
         return ids if self.apply_chat_template else [self._with_one_bos(prompt) for prompt in ids]
+
+    def tokenise_piece(self, text: str) -> list[int]:
+        """Token ids of text that follows other tokens."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        return ids
+
+    def exact_text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        text: str = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return text
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
         bos = self.tokenizer.bos_token_id

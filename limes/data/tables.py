@@ -107,7 +107,7 @@ def _split(splits: dict[str, Any], name: str | None, folder: Path) -> Any:
 
 def _wanted(columns: list[str], data: DataConfig) -> list[str]:
     """The columns that are used; all of them when the prompt or label is missing, so that the error can list them."""
-    keys = [key for key in (data.input_key, data.label_key, data.metadata_key) if key]
+    keys = [key for key in (data.input_key, data.label_key, data.tools_key, data.metadata_key) if key]
     if data.input_key not in columns or (data.label_key and data.label_key not in columns):
         return columns
     return [key for key in keys if key in columns]
@@ -118,8 +118,10 @@ def _arrow_records(rows: Iterable[dict[str, Any]], start: int, data: DataConfig)
     for number, values in enumerate(rows, start):
         prompt = values.get(data.input_key)
         if isinstance(prompt, list):
-            # Arrow gives every message the keys of all messages, absent ones as null.
+            # Arrow gives every message the keys of all messages, absent ones as null, and so in tools and their calls:
+            # a call with an argument that is null has to be written as JSON text.
             values[data.input_key] = [_without_nulls(message) for message in prompt]
+        values |= {data.tools_key: _bare(values[data.tools_key])} if data.tools_key in values else {}
         records.append(Record(f"row {number}", values))
     return records
 
@@ -127,7 +129,15 @@ def _arrow_records(rows: Iterable[dict[str, Any]], start: int, data: DataConfig)
 def _without_nulls(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+    return kept | ({"tool_calls": _bare(kept["tool_calls"])} if "tool_calls" in kept else {})
+
+
+def _bare(value: Any) -> Any:
+    """The value without nulls at any depth."""
+    if isinstance(value, dict):
+        return {key: _bare(entry) for key, entry in value.items() if entry is not None}
+    return [_bare(entry) for entry in value] if isinstance(value, list) else value
 
 
 def near_files(path: Path) -> str:

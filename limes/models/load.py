@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from limes.config.model import ModelConfig
 from limes.models.policy import Policy, make_policy
-from limes.models.self_check import check_served, own_distributions
+from limes.models.self_check import check_served, own_outputs
 from limes.models.source import resolve_model
 from limes.models.tokenizer import load_tokenizer
 
@@ -43,13 +43,17 @@ def make_checked_policy(model: PreTrainedModel, tokenizer: Any, folder: Path, pa
         ValueError: it does not.
     """
     try:
-        expected = own_distributions(model.eval())
+        own = own_outputs(model.eval())
         policy = make_policy(model, tokenizer, folder=folder)
-        check_served(policy, expected)
+        check_served(policy, own)
     except Exception as error:
-        what = f"{model.config.model_type} failed its check at loading: {error or repr(error)}"
-        raise ValueError(f"model.path = {path}: {what}; {SERVED}") from error
+        raise ValueError(f"model.path = {path}: {failed_check(model, error)}") from error
     return policy
+
+
+def failed_check(model: PreTrainedModel, error: Exception) -> str:
+    """What to say of a model that failed its check."""
+    return f"{model.config.model_type} failed its check at loading: {error or repr(error)}; {SERVED}"
 
 
 def pick_device(name: str) -> torch.device:

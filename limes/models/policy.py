@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from limes.models.attention import AttentionPlan, use_limes_attention
 from limes.models.cpu_linear import use_cpu_linears
@@ -55,15 +59,12 @@ class Policy:
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return self.model.config.get_text_config().num_hidden_layers
+        return num_layers(self.model)
 
     @property
     def kv_shape(self) -> tuple[int, int]:
         """Key heads and head size."""
-        config = self.model.config.get_text_config()
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return getattr(config, "num_key_value_heads", None) or heads, head_dim
+        return kv_shape(self.model)
 
     def hidden(self, token_ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan) -> Tensor:
         """Final hidden states `[N, E]` of packed tokens."""
@@ -71,6 +72,19 @@ class Policy:
             input_ids=token_ids_N[None], position_ids=positions_N[None], use_cache=False, attention_plan=plan
         )
         return output.last_hidden_state[0]
+
+
+def num_layers(model: PreTrainedModel) -> int:
+    """Decoder layers."""
+    return model.config.get_text_config().num_hidden_layers
+
+
+def kv_shape(model: PreTrainedModel) -> tuple[int, int]:
+    """Key heads and head size."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, head_dim
 
 
 def make_policy(model: PreTrainedModel, tokenizer: Any, *, folder: Path | None = None) -> Policy:
@@ -114,7 +128,24 @@ def find_end_tokens(model: PreTrainedModel, tokenizer: Any, folder: Path | None)
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass; transformers does so in training mode only, and nothing drops out."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    model.train()
+    """Recompute each layer's activations in the backward pass.
+
+    The model stays in evaluation mode, in which nothing drops out; transformers' own way needs training mode.
+
+    Raises:
+        ValueError: the model does not say which of its modules are layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"trainer.gradient_checkpointing = true: {model.config.model_type} has no layers that can be recomputed; "
+            "set it to false"
+        )
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -8,6 +8,7 @@ loaded, without a word.
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,10 @@ from transformers import PreTrainedModel
 
 from limes.models.attention import Row, TreeAttention
 from limes.models.cpu_linear import head_logits
-from limes.models.policy import Policy
+from limes.models.policy import Policy, kv_shape, num_layers
+
+if TYPE_CHECKING:
+    from limes.models.value_head import ValueModel
 
 LENGTHS = (7, 5)
 LIMITS = {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -41,35 +45,56 @@ class ProbePlan(TreeAttention):
 
 
 @torch.no_grad()
-def own_distributions(model: PreTrainedModel) -> Tensor:
-    """What the model says after each token of the probe, `[N, V]`, before it attends through plans."""
-    logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in _probe(model).split(LENGTHS)]
-    return torch.cat(logits).float().softmax(-1)
+def own_outputs(model: PreTrainedModel) -> Tensor:
+    """What the model gives after each token of the probe, before it attends through plans: `[N, V]` logits, or `[N, E]`
+    hidden states where it has no LM head."""
+    return torch.cat([model(input_ids=part[None], use_cache=False)[0][0] for part in _probe(model).split(LENGTHS)])
 
 
 @torch.no_grad()
-def check_served(policy: Policy, expected_NV: Tensor) -> None:
-    """Compare with `own_distributions`.
+def check_served(policy: Policy, own_NV: Tensor) -> None:
+    """Compare next-token distributions with those of `own_outputs`.
 
     Raises:
         ValueError: says what differs.
     """
     if getattr(policy.model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError("its LM head has a bias")
-    plan = ProbePlan(policy.device)
-    positions = torch.cat([torch.arange(num) for num in LENGTHS]).to(policy.device)
-    hidden = policy.hidden(_probe(policy.model), positions, plan)
-    if sorted(plan.layers) != list(range(policy.num_layers)):
-        raise ValueError(f"its {policy.num_layers} layers attend by themselves: {plan.layers} use packed attention")
-    if plan.key_shapes != {policy.kv_shape}:
-        raise ValueError(f"the heads of its keys and values are {sorted(plan.key_shapes)}, not {policy.kv_shape} alone")
-    found_NV = head_logits(hidden, policy.head_weight).float().softmax(-1)
-    distance = (found_NV - expected_NV).abs().sum(-1).max().item() / 2
-    limit = LIMITS.get(policy.dtype, LIMIT_OF_SHORT_TYPES)
+    logits_NV = head_logits(_packed(policy, policy.model), policy.head_weight)
+    distance_N = (logits_NV.float().softmax(-1) - own_NV.float().softmax(-1)).abs().sum(-1) / 2
+    _refuse_far("next-token distribution", distance_N, "total variation", policy.dtype)
+
+
+@torch.no_grad()
+def check_hidden(model: ValueModel, own_NE: Tensor) -> None:
+    """Compare hidden states with those of `own_outputs`.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    hidden_NE, own_NE = _packed(model, model.backbone).float(), own_NE.float()
+    distance_N = (hidden_NE - own_NE).norm(dim=-1) / own_NE.norm(dim=-1)
+    _refuse_far("final hidden state", distance_N, "relative distance", model.backbone.dtype)
+
+
+def _packed(model: Policy | ValueModel, network: PreTrainedModel) -> Tensor:
+    """Final hidden states of the probe, packed, `[N, E]`."""
+    plan = ProbePlan(model.device)
+    positions = torch.cat([torch.arange(num) for num in LENGTHS]).to(model.device)
+    hidden_NE = model.hidden(_probe(network), positions, plan)
+    layers, shape = num_layers(network), kv_shape(network)
+    if sorted(plan.layers) != list(range(layers)):
+        raise ValueError(f"its {layers} layers attend by themselves: {plan.layers} use packed attention")
+    if plan.key_shapes != {shape}:
+        raise ValueError(f"the heads of its keys and values are {sorted(plan.key_shapes)}, not {shape} alone")
+    return hidden_NE
+
+
+def _refuse_far(what: str, distance_N: Tensor, measure: str, dtype: torch.dtype) -> None:
+    distance, limit = distance_N.max().item(), LIMITS.get(dtype, LIMIT_OF_SHORT_TYPES)
     if not distance <= limit:
         raise ValueError(
-            f"packed, its next-token distribution differs from the model's own by {distance:.3g} (total variation; "
-            f"{limit:g} at most)"
+            f"packed, its {what} differs from the model's own by {distance:.3g} ({measure}; {limit:g} at most)"
         )
 
 

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from limes.config.model import ModelConfig
 from limes.models.attention import AttentionPlan, use_limes_attention
 from limes.models.cpu_linear import use_cpu_linears
-from limes.models.load import pick_device, pick_dtype, refuse_unsupported
+from limes.models.load import failed_check, pick_device, pick_dtype, refuse_unsupported
+from limes.models.self_check import check_hidden, own_outputs
 
 HEAD = "value_head.safetensors"
 """The head's file in a critic's folder; everything else in it is a plain model folder of transformers."""
@@ -90,18 +91,33 @@ def make_value_model(backbone: PreTrainedModel) -> ValueModel:
     return ValueModel(backbone, head)
 
 
+def make_checked_value_model(backbone: PreTrainedModel, path: str) -> ValueModel:
+    """`make_value_model`, with layers that are sure to say what they said by themselves.
+
+    Raises:
+        ValueError: they do not.
+    """
+    try:
+        own = own_outputs(backbone.eval())
+        model = make_value_model(backbone)
+        check_hidden(model, own)
+    except Exception as error:
+        raise ValueError(f"{path}: {failed_check(backbone, error)}") from error
+    return model
+
+
 def read_value_model(
     folder: Path, dtype: torch.dtype, device: torch.device | None = None, *, trust_remote_code: bool = False
 ) -> ValueModel:
     """A critic from a model folder: with the head that is saved in it, or a new one.
 
     Raises:
-        ValueError: the model is of a kind that packed attention does not serve.
+        ValueError: the model is of a kind that packed attention does not serve, or fails its check.
     """
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     refuse_unsupported(settings, str(folder))
     backbone = AutoModel.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    model = make_value_model(backbone.to(device or torch.device("cpu")))
+    model = make_checked_value_model(backbone.to(device or torch.device("cpu")), str(folder))
     if (folder / HEAD).is_file():
         model.head.load_state_dict(load_file(folder / HEAD))
     return model

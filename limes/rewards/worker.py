@@ -5,12 +5,14 @@ SCORER is a module whose `load()` returns a function from a request to a number.
 The parent talks to it over one socket, which is its standard input and output: a request is 8 bytes of length and a
 pickle, a reply is one line of JSON. Replies are never unpickled, so nothing in here can reach the parent.
 
-It outlives no one: it ends when the socket closes or its parent is gone, and while it works an alarm that the kernel
-delivers ends it soon after the request's limit, even inside a computation that never returns to Python.
+It outlives no one: it ends when the socket closes or its parent is gone. While it works two signals of the kernel end
+it, even inside a computation that never returns to Python: SIGIO when the other end of the socket closes (Linux), and an
+alarm soon after the request's limit.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import logging
@@ -37,6 +39,8 @@ def main(scorer: str, memory_mb: int, parent: int) -> None:
     starve the answers to come.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whatever the parent has made of it
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     logging.disable(logging.CRITICAL)
     requests, replies = _take_socket()
     try:
@@ -49,15 +53,24 @@ def main(scorer: str, memory_mb: int, parent: int) -> None:
     _reply(replies, {"ready": True})
     room = guard.address_space() + memory_mb * 2**19
     while (request := _next_request(requests, parent)) is not None:
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + ALARM_GRACE_S)
         reply = _answer(score, request)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
         reply["retire"] = guard.address_space() > room
         _reply(replies, reply)
 
 
 def _take_socket() -> tuple[BinaryIO, BinaryIO]:
-    """The parent's socket as two streams; libraries that print do so on standard error."""
+    """The parent's socket as two streams; libraries that print do so on standard error.
+
+    From here on the kernel sends SIGIO when something happens at the socket. While a request is worked on that can only
+    be its end; at other times the signal is ignored.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
     requests, replies = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from limes.config.counting import num_of
 from limes.engine.protocol import SampleKey
 from limes.records import Group
 from limes.rollout.filters import Filter
@@ -163,7 +164,7 @@ def explain_drops(found: CollectedGroups, batch_size: int) -> str:
     """Say how far the rollout came and why groups were dropped."""
     reasons = ", ".join(f"{reason}: {count}" for reason, count in found.drop_reasons.most_common())
     return (
-        f"rollout.dynamic_sampling_filter dropped {len(found.dropped)} groups and kept {len(found.kept)} of "
+        f"rollout.dynamic_sampling_filter dropped {num_of(len(found.dropped), 'group')} and kept {len(found.kept)} of "
         f"{batch_size}; reasons: {reasons}. Use easier or harder prompts, more answers a prompt "
         "(rollout.n_samples_per_prompt), another filter, or raise rollout.max_refill_rounds"
     )

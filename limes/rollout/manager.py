@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from limes.rollout.groups import CollectedGroups, GroupLoop
 from limes.rollout.metrics import Metrics, rollout_metrics
 from limes.rollout.remarks import failure_remarks, rollout_remarks
 from limes.rollout.sampling import Sampler
-from limes.rollout.shards import make_shards
+from limes.rollout.shards import length_term_of, make_shards
 from limes.rollout.state import read_state, write_state
 from limes.run import Console, Max, Sum, reduce, write_samples
 
 CLOSE_DEADLINE_S = 20.0
+BUSY_ENGINE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +126,12 @@ class RolloutManager:
     async def eval(self, rollout_id: int) -> Report:
         """Evaluate the weights that rollout `rollout_id` is sampled with, or would be."""
         questions = self._questions
+        detail = "" if self._cursor is None else f"before rollout {rollout_id}"
         total = len(questions.prompts) * questions.n_samples_per_prompt
         started = time.perf_counter()
         with (
             self._one_of_the_running(),
-            self._counting(self._eval_sampler, "evaluate", total, f"before rollout {rollout_id}"),
+            self._counting(self._eval_sampler, "evaluate", total, detail),
         ):
             groups = await evaluate(questions, self._eval_sampler)
         samples = [sample for group in groups for sample in group]
@@ -177,12 +181,15 @@ class RolloutManager:
         return rollout_id
 
     async def dispose(self) -> None:
-        """End what runs, the engine, the grader and its processes. Each gets a deadline; all are tried."""
+        """End what runs, the engine, the grader and its processes. Each gets a deadline; all are tried.
+
+        An engine whose thread is in the middle of something long, such as a training step, ends after it, alone.
+        """
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         closings: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-            "engine": self.engine.close,
+            "engine": partial(_close_or_leave, self.engine),
             "grader": self.grader.close,
         }
         errors: list[Exception] = []
@@ -209,6 +216,7 @@ class RolloutManager:
             num_ranks=num_ranks,
             reward_key=self.config.reward.key,
             truncated=self.config.algorithm.truncated,
+            length_term=length_term_of(self.config),
         )
 
     def _describe(self, found: CollectedGroups, shard: TrainShard, seconds: float) -> Report:
@@ -243,6 +251,26 @@ class RolloutManager:
     @contextmanager
     def _counting(self, sampler: Sampler, name: str, total: int, detail: str) -> Iterator[Callable[[int], None]]:
         """Show how many samples are done; yields a function that raises the total."""
-        with self._console.phase(name, total, detail=detail) as phase:
+        at_once = min(total, self.config.engine.max_running)
+        with self._console.phase(name, total, detail=detail, at_once=at_once) as phase:
             sampler.on_sample = lambda sample: phase.advance()
             yield lambda more: phase.update(phase.done, (phase.total or 0) + more)
+
+
+async def _close_or_leave(engine: Engine) -> None:
+    """Close an engine from a thread that nobody has to wait for."""
+    errors: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            asyncio.run(engine.close())
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            errors.append(error)
+
+    thread = threading.Thread(target=close, name="limes-closing", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + BUSY_ENGINE_S
+    while thread.is_alive() and time.monotonic() < deadline:
+        await asyncio.sleep(0.005)
+    if errors:
+        raise errors[0]

@@ -20,6 +20,9 @@ from limes.run.metrics import Last, Max, Mean, MetricValue, Min, Sum
 
 Metrics = dict[str, MetricValue]
 
+SOURCE = "source"
+"""Entry of `Sample.metadata`: where the prompt is from, for data that mix several sets."""
+
 
 def sample_metrics(samples: Sequence[Sample], reward_key: str | None, family: str) -> Metrics:
     """Rewards with their 95% interval, lengths, ends and failures of samples; names start with `family`."""
@@ -51,6 +54,7 @@ def reward_metrics(answered: Sequence[Sample], reward_key: str | None) -> Metric
         "grader_errors": Sum(errors.total()),
         **counted("grader_errors", errors),
         **part_metrics([sample.reward for sample, reward in rewards if reward is not None]),
+        **source_metrics([(sample, reward) for sample, reward in rewards if reward is not None]),
     }
     half_width = clustered_half_width([reward for _, reward in scored], [group for group, _ in scored])
     if half_width is not None:
@@ -66,6 +70,16 @@ def part_metrics(rewards: Sequence[Reward]) -> Metrics:
             if isinstance(part, int | float) and math.isfinite(part):
                 parts.setdefault(name, []).append(float(part))
     return {f"reward/{as_name(name)}": mean(values) for name, values in parts.items()}
+
+
+def source_metrics(scored: Sequence[tuple[Sample, float]]) -> Metrics:
+    """Mean reward of each source of prompts, as the `source` of their metadata names it."""
+    found: dict[str, list[float]] = {}
+    for sample, reward in scored:
+        source = sample.metadata.get(SOURCE)
+        if source is not None:
+            found.setdefault(str(source), []).append(reward)
+    return {f"reward_of/{as_name(source)}": mean(rewards) for source, rewards in found.items()}
 
 
 def length_metrics(answered: Sequence[Sample]) -> Metrics:

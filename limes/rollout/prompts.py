@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from limes.config import Config, batch_algebra
+from limes.config.counting import num_of
 from limes.data import DataCursor, EncodedPrompts, PromptRenderer, PromptSet, encode_prompts, load_prompts
 from limes.rollout.evaluation import EvalSet, default_ks, eval_seed
 from limes.run import Console
@@ -66,7 +67,7 @@ def max_prompt_len(config: Config, context_len: int, max_response_len: int, sett
     room = context - max_response_len
     if room < 1:
         raise ValueError(
-            f"{setting} = {max_response_len} leaves no room for a prompt in a context of {context} tokens; "
+            f"{setting} = {max_response_len} leaves no room for a prompt in a context of {num_of(context, 'token')}; "
             f"lower it below {context}"
         )
     return min(config.data.max_prompt_len or room, room)
@@ -107,8 +108,10 @@ def _encode(prompts: PromptSet, policy: Policy, config: Config, room: int, conso
 
 
 def _tell(console: Console, purpose: str, encoded: EncodedPrompts, room: int) -> None:
-    count = f"{len(encoded.prompts)} prompts of at most {encoded.longest} tokens from {encoded.name}"
+    count = (
+        f"{num_of(len(encoded.prompts), 'prompt')} of at most {num_of(encoded.longest, 'token')} from {encoded.name}"
+    )
     console.notice(f"{purpose} data: {count}")
     if encoded.num_too_long:
-        number = encoded.num_too_long
-        console.warn(f"{purpose} data: {number} prompts of more than {room} tokens are left out, none is cut")
+        number = num_of(encoded.num_too_long, "prompt")
+        console.warn(f"{purpose} data: left out, not cut: {number} of more than {num_of(room, 'token')}")

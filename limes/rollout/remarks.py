@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from limes.config.counting import num_of
 from limes.records import Sample, Status, TrainShard
 from limes.rollout.metrics import equal_groups
 from limes.rollout.sampling import cause_of, has_answer
@@ -16,7 +17,7 @@ def rollout_remarks(samples: Sequence[Sample], shard: TrainShard) -> list[str]:
     remarks = failure_remarks(samples)
     num_equal, num_scored = equal_groups(shard)
     if not num_scored:
-        remarks.append(f"nothing to train on: none of {len(samples)} answers has a reward that trains")
+        remarks.append(f"nothing to train on: none of {num_of(len(samples), 'answer')} has a reward that trains")
     elif num_equal == num_scored:
         remarks.append("no signal: in every group all rewards are equal, so this step moves nothing")
     return remarks
@@ -28,9 +29,11 @@ def failure_remarks(samples: Sequence[Sample]) -> list[str]:
     ungraded = [sample for sample in samples if has_answer(sample) and sample.reward is None and sample.error]
     remarks = []
     if failed:
-        remarks.append(f"{len(failed)} of {len(samples)} answers failed: {list_causes(failed)}")
+        remarks.append(f"{len(failed)} of {num_of(len(samples), 'answer')} failed: {list_causes(failed)}")
     if ungraded:
-        remarks.append(f"{len(ungraded)} of {len(samples)} answers could not be graded: {list_causes(ungraded)}")
+        remarks.append(
+            f"{len(ungraded)} of {num_of(len(samples), 'answer')} could not be graded: {list_causes(ungraded)}"
+        )
     return remarks
 
 
@@ -46,4 +49,4 @@ def list_causes(samples: Iterable[Sample]) -> str:
     ranked = sorted(counts, key=lambda cause: -counts[cause])
     texts = [f"{counts[cause]} x {' '.join(firsts[cause].split())[:200]}" for cause in ranked[:MAX_CAUSES]]
     left = len(ranked) - MAX_CAUSES
-    return "; ".join(texts) + (f"; and {left} more kinds" if left > 0 else "")
+    return "; ".join(texts) + (f"; and {num_of(left, 'more kind')}" if left > 0 else "")

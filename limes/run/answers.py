@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
+from limes.config.counting import num_of
 from limes.records import Message, Reward, Sample, Status
 
 MAX_CHARACTERS = 240
@@ -59,7 +60,7 @@ def _reward(reward: Reward) -> str:
 
 
 def _remarks(sample: Sample) -> str:
-    remarks = [f"{sample.response_length} tokens"]
+    remarks = [num_of(sample.response_length, "token")]
     if sample.status is not Status.COMPLETED:
         remarks.append(sample.status.value)
     if sample.label is not None:

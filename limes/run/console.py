@@ -17,7 +17,7 @@ from rich.text import Text
 from limes.records import Sample
 from limes.run.answers import answer_lines
 from limes.run.progress import LiveReporter, Phase, PlainReporter, Reporter
-from limes.run.table import COLUMNS, Column, StepTable
+from limes.run.table import Column, StepTable
 
 
 class Console:
@@ -30,7 +30,7 @@ class Console:
     def __init__(
         self,
         *,
-        columns: Sequence[Column] = COLUMNS,
+        columns: Sequence[Column] | None = None,
         out: TextIO | None = None,
         err: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -50,15 +50,16 @@ class Console:
             self._reporter = PlainReporter(self.notice, clock)
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, *, detail: str = "") -> Iterator[Phase]:
+    def phase(self, name: str, total: int | None = None, *, detail: str = "", at_once: int = 1) -> Iterator[Phase]:
         """Show the block as a phase; phases may nest and may be open on several threads.
 
         Args:
             name: what is done, the same each time (`generate`).
             total: how many things there are to do, where known.
             detail: what differs from time to time (`rollout 3`).
+            at_once: how many of them are worked on at the same time; the time left is told once that many are done.
         """
-        phase = Phase(name, total, detail, self._reporter.changed)
+        phase = Phase(name, total, detail, self._reporter.changed, at_once)
         outcome = "done"
         try:
             self._reporter.begin(phase)

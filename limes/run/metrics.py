@@ -110,7 +110,7 @@ METRICS: Mapping[str, MetricInfo] = MappingProxyType(
         "rollout/response_len_mean": MetricInfo(Mean, "tokens", "mean length of a response"),
         "rollout/grader_errors": MetricInfo(Sum, "samples", "samples whose grader failed; not the wrong answers"),
         "rollout/zero_std_frac": MetricInfo(Mean, "fraction", "groups whose rewards are all equal and move nothing"),
-        "rollout/kl": MetricInfo(Mean, "nats per token", "KL of the policy to the reference"),
+        "rollout/epoch": MetricInfo(Last, "epochs", "passes over the data that were behind the rollout's first sample"),
         "train/loss": MetricInfo(Mean, "", "policy loss"),
         "train/ppo_kl": MetricInfo(
             Mean, "nats per token", "KL of the policy at this step to the one before the rollout's first"
@@ -147,6 +147,7 @@ METRICS: Mapping[str, MetricInfo] = MappingProxyType(
         "train/opsm_clipfrac": MetricInfo(Mean, "fraction", "tokens that off-policy sequence masking silences"),
         "train/opsm_kl": MetricInfo(Mean, "nats per token", "how far the policy has left an answer behind"),
         "train/teacher_kl": MetricInfo(Mean, "nats per token", "KL of the policy to the teacher, by the k1 estimate"),
+        "train/nll": MetricInfo(Mean, "nats per token", "negative log-prob of given answers, without weights"),
         "train/nonfinite_grads": MetricInfo(Sum, "steps", "gradients that were not finite; they move nothing"),
         "train/skipped": MetricInfo(Sum, "rollouts", "rollouts in which nothing trained"),
         "train/grad_norm": MetricInfo(Mean, "", "norm of the gradient before clipping"),
@@ -167,6 +168,7 @@ METRICS: Mapping[str, MetricInfo] = MappingProxyType(
         "perf/step_time_s": MetricInfo(Max, "s", "time of the whole step"),
         "eval/reward_mean": MetricInfo(Mean, "reward", "mean over the scored evaluation samples"),
         "eval/reward_ci95": MetricInfo(Last, "reward", "half width of the 95% interval of the mean evaluation reward"),
+        "eval/nll": MetricInfo(Mean, "nats per token", "negative log-prob of held-out answers, without weights"),
         "eval/pass_at_k": MetricInfo(Mean, "fraction", "prompts solved by at least one of k answers, unbiased"),
     }
 )

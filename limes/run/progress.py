@@ -20,11 +20,14 @@ REFRESHES_PER_S = 4
 class Phase:
     """A stretch of work and how much of it is done. Any thread may move it; after its end that has no effect."""
 
-    def __init__(self, name: str, total: int | None, detail: str, changed: Callable[[Phase], None]) -> None:
-        """Start counting at 0 of `total` (None: unknown)."""
+    def __init__(
+        self, name: str, total: int | None, detail: str, changed: Callable[[Phase], None], at_once: int = 1
+    ) -> None:
+        """Start counting at 0 of `total` (None: unknown), with `at_once` of them worked on at the same time."""
         self.name = name
         self.total = total
         self.detail = detail
+        self.at_once = at_once
         self.done = 0
         self._changed = changed
         self._lock = threading.Lock()
@@ -88,7 +91,7 @@ class LiveReporter:
     def begin(self, phase: Phase) -> None:
         """Add a bar."""
         with self._lock:
-            self._tasks[phase] = self._progress.add_task(phase.title, total=phase.total)
+            self._tasks[phase] = self._progress.add_task(phase.title, total=phase.total, at_once=phase.at_once)
             self._progress.start()
             self._progress.refresh()
 
@@ -148,7 +151,7 @@ class PlainReporter:
         with self._lock:
             if phase in self._started and self._due():
                 elapsed = self._clock() - self._started[phase]
-                left = _time_left(phase.done, phase.total, elapsed)
+                left = _time_left(phase.done, phase.total, elapsed, phase.at_once)
                 about = f", about {clock_text(left)} left" if left is not None else ""
                 self._say(phase, f"{_count(phase.done, phase.total)} after {clock_text(elapsed)}{about}")
 
@@ -186,11 +189,15 @@ def _count(done: int, total: int | None) -> str:
     return str(done) if total is None else f"{done}/{total}"
 
 
-def _time_left(done: int, total: int | None, elapsed: float) -> float | None:
-    """Estimate from the mean pace so far; None while there is no pace or no end."""
-    if total is None or done <= 0:
+def _time_left(done: int, total: int | None, elapsed: float, at_once: int) -> float | None:
+    """Estimate from the mean pace so far; None while there is no pace or no end.
+
+    Of things that run together the first ends late and the others soon after: before as many have ended as run at once
+    there is no pace to speak of.
+    """
+    if total is None or not at_once <= done < total:
         return None
-    return max(total - done, 0) * elapsed / done
+    return (total - done) * elapsed / done
 
 
 class _Counts(ProgressColumn):
@@ -206,6 +213,7 @@ class _Times(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         elapsed = task.elapsed or 0.0
-        left = _time_left(int(task.completed), None if task.total is None else int(task.total), elapsed)
+        total = None if task.total is None else int(task.total)
+        left = _time_left(int(task.completed), total, elapsed, task.fields["at_once"])
         about = f", about {clock_text(left)} left" if left is not None else ""
         return Text(clock_text(elapsed) + about)

@@ -29,6 +29,19 @@ COLUMNS = (
     Column("train tok/s", "perf/train_tokens_per_s", ".0f", 11),
     Column("seconds", "perf/step_time_s", ".1f", 7),
 )
+SFT_COLUMNS = (
+    Column("loss", "train/loss", ".4f", 8),
+    Column("nats/token", "train/nll", ".4f", 10),
+    Column("answers", "rollout/samples", ".0f", 7),
+    Column("tokens", "rollout/tokens", ".0f", 8),
+    Column("entropy", "train/entropy", ".3f", 7),
+    Column("grad", "train/grad_norm", ".3g", 7),
+    Column("lr", "train/lr", ".1e", 7),
+    Column("train tok/s", "perf/train_tokens_per_s", ".0f", 11),
+    Column("seconds", "perf/step_time_s", ".1f", 7),
+)
+"""Those of supervised fine-tuning, where nothing is sampled."""
+
 HEADER_EVERY = 20
 MISSING = "-"
 
@@ -36,14 +49,16 @@ MISSING = "-"
 class StepTable:
     """Turns the metrics of steps into aligned lines, with the header again every 20 lines."""
 
-    def __init__(self, columns: Sequence[Column] = COLUMNS) -> None:
-        """Take the columns that follow the step."""
-        self._columns = tuple(columns)
+    def __init__(self, columns: Sequence[Column] | None = None) -> None:
+        """Take the columns that follow the step; by default what the first step's metrics call for."""
+        self._columns = None if columns is None else tuple(columns)
         self._num_lines = 0
         self._step_width = 0
 
     def lines(self, step: int, total: int | None, metrics: Mapping[str, float]) -> list[str]:
         """The line of a step, after a header where one is due. A metric that is missing shows as `-`."""
+        if self._columns is None:
+            self._columns = SFT_COLUMNS if "rollout/conversations" in metrics else COLUMNS
         label = str(step) if total is None else f"{step}/{total}"
         width = max(self._step_width, len("step"), len(label), 2 * len(str(total)) + 1 if total is not None else 0)
         header_due = self._num_lines % HEADER_EVERY == 0 or width != self._step_width

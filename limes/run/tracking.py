@@ -24,7 +24,7 @@ class Tracking:
     Metrics of rollout r have step r; an evaluation has the step of the rollout that is sampled with the same weights.
 
     Attributes:
-        num_rollout: rollouts of the run, once it is known.
+        num_rollout: rollouts of the run, once it is known; None or 0 where nothing is trained.
     """
 
     def __init__(self, folder: RunFolder, console: Console, log: MetricLog, spans: SpanLog) -> None:
@@ -63,9 +63,10 @@ class Tracking:
     def evaluated(self, step: int, metrics: Mapping[str, float], remarks: Sequence[str] = ()) -> None:
         """Take an evaluation of the weights that rollout `step` is sampled with."""
         self._log.log(metrics, step)
-        self.console.notice(f"evaluation before rollout {step}: {describe_evaluation(metrics)}")
+        name = f"evaluation before rollout {step}" if self.num_rollout else "evaluation"
+        self.console.notice(f"{name}: {describe_evaluation(metrics)}")
         for remark in remarks:
-            self.console.warn(f"evaluation before rollout {step}: {remark}")
+            self.console.warn(f"{name}: {remark}")
 
     def show(self, title: str, samples: Sequence[Sample]) -> None:
         """Show sampled answers."""
@@ -111,8 +112,8 @@ def init_tracking(config: Config, default_name: str, console: Console) -> Tracki
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
-    """Reward and pass@k with their intervals, in one line."""
-    parts = []
+    """Reward and pass@k with their intervals, or the loss on given answers, in one line."""
+    parts = [f"loss {metrics['eval/nll']:.4f} nats a token"] if "eval/nll" in metrics else []
     reward, half = metrics.get("eval/reward_mean"), metrics.get("eval/reward_ci95")
     if reward is not None:
         parts.append(f"reward {reward:.3f}" + ("" if half is None else f" +- {half:.3f}"))

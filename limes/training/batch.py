@@ -24,7 +24,7 @@ class TrainBatch:
         lengths: response tokens of each.
         loss_mask: `[T]`, 1 on tokens that the samples want trained.
         mask: `[T]`, 1 on tokens that are: those that also have an engine log-prob.
-        advantages: `[T]` float32.
+        advantages: `[T]` float32; for given answers the weights of their messages.
         rollout_log_probs: `[T]` float32, the engine's; NaN where there is none.
         old_log_probs: `[T]`, of the policy before this rollout's first step; None while it is the current.
         ref_log_probs: `[T]`, of the reference; None without one.
@@ -89,9 +89,7 @@ def make_batch(
         values: `[T]` of the critic.
     """
     lengths = [sample.response_length for sample in shard.samples]
-    trains = [shard.num_trained_tokens[position] > 0 for position in shard.partition]
-    marks = [m * t for sample, t in zip(shard.samples, trains, strict=True) for m in sample.loss_mask]
-    loss_mask = torch.tensor(marks, dtype=torch.int64, device=device)
+    loss_mask = trained_mask(shard, device)
     rollout_log_probs = _engine_log_probs(shard.samples).to(device)
     mask = loss_mask * rollout_log_probs.isfinite()
     inputs = EstimatorInputs(
@@ -107,6 +105,13 @@ def make_batch(
     )
     advantages, _ = estimate(estimator, inputs, settings)
     return TrainBatch(shard.samples, lengths, loss_mask, mask, advantages.to(device), rollout_log_probs)
+
+
+def trained_mask(shard: TrainShard, device: torch.device) -> Tensor:
+    """`[T]`, 1 on tokens that the shard's samples want trained; all 0 for a sample that is outside training."""
+    trains = [shard.num_trained_tokens[position] > 0 for position in shard.partition]
+    marks = [m * t for sample, t in zip(shard.samples, trains, strict=True) for m in sample.loss_mask]
+    return torch.tensor(marks, dtype=torch.int64, device=device)
 
 
 def _at(values: Tensor | None, tokens: Tensor) -> Tensor | None:

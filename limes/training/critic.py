@@ -25,7 +25,7 @@ from limes.models.policy import enable_checkpointing
 from limes.models.value_head import ValueModel
 from limes.records import Sample, TrainShard
 from limes.training import checkpoint
-from limes.training.batch import optimizer_steps
+from limes.training.batch import optimizer_steps, trained_mask
 from limes.training.estimator import build_estimator
 from limes.training.optimizer import PolicyOptimizer
 from limes.training.packing import cut_micro_batches
@@ -125,9 +125,7 @@ class CriticWorker:
         assert (kl is not None) == bool(self.config.algorithm.kl_coef), "a reward with a KL in it needs the KL"
         lengths = [sample.response_length for sample in shard.samples]
         device = self.model.device
-        trains = [shard.num_trained_tokens[position] > 0 for position in shard.partition]
-        masks = [[m * t for m in sample.loss_mask] for sample, t in zip(shard.samples, trains, strict=True)]
-        mask = torch.tensor([m for row in masks for m in row], dtype=torch.int64, device=device)
+        mask = trained_mask(shard, device)
         values = self._values(shard.samples)
         inputs = EstimatorInputs(
             rewards=shard.rewards,

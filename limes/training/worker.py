@@ -25,6 +25,7 @@ from limes.training.optimizer import PolicyOptimizer
 from limes.training.packing import cut_micro_batches
 from limes.training.schedule import learning_rate
 from limes.training.scores import TokenScorer
+from limes.training.sft import SftObjective, sft_batch
 from limes.training.step import StepMetrics, gradient_step
 
 
@@ -66,7 +67,7 @@ class TrainWorker:
             share_prefixes=config.trainer.share_prefixes,
             entropy_grad=config.algorithm.entropy_coef != 0,
         )
-        self._objective = Objective(config)
+        self._objective = SftObjective(config) if config.algorithm.is_supervised else Objective(config)
         self._estimator, self._estimator_settings = build_estimator(config.algorithm)
         needs_old = self._objective.needs_old_log_probs(config.trainer.num_steps_per_rollout)
         self._scorer = TokenScorer(policy, config, self._forward, needs_old=needs_old)
@@ -143,6 +144,8 @@ class TrainWorker:
         self.num_steps_done, self.weight_version = state["num_steps_done"], state["weight_version"]
 
     def _make_batch(self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None) -> TrainBatch:
+        if self.config.algorithm.is_supervised:
+            return sft_batch(shard, self.policy.device)
         scores = self._scorer.score(rollout_id, shard.samples)
         self._scorer.forget()
         values = None

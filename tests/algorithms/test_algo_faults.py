@@ -27,6 +27,7 @@ from limes.algorithms.advantages import (
 from limes.algorithms.aggregate import AGGREGATIONS, aggregate, step_total
 from limes.algorithms.objective import token_losses
 from limes.algorithms.policy_loss import cispo, clipped, gspo, reinforce
+from limes.models.lm_head import HeadTargets, head_log_probs
 
 
 def token_loss(batch):
@@ -268,10 +269,18 @@ def test_kl_loss_holds_and_k1_and_k3_are_caught():
         prove_pulls_to_reference(lambda x, ref: kl.penalty(x.detach(), ref, "k2") + 0 * x)
 
 
+def trainer_scores(logits, temperature):
+    """Log-probs of all tokens by the head that the trainer scores with."""
+    every = torch.arange(len(logits))
+    targets = HeadTargets(row_M=torch.zeros_like(every), token_M=every, offsets=[0, len(logits)])
+    identity = torch.eye(len(logits), dtype=logits.dtype)
+    return head_log_probs(logits[None], identity, targets, temperature=temperature)[0]
+
+
 def test_t10_temperature_on_both_sides_holds_and_on_one_is_caught():
-    prove_on_policy_ratio_is_one(lambda logits, temperature: (logits / temperature).log_softmax(-1))
+    prove_on_policy_ratio_is_one(trainer_scores)
     with pytest.raises(AssertionError):
-        prove_on_policy_ratio_is_one(lambda logits, temperature: logits.log_softmax(-1))
+        prove_on_policy_ratio_is_one(lambda logits, temperature: trainer_scores(logits, 1.0))
 
 
 def test_t10_the_size_of_that_fault():

@@ -152,6 +152,7 @@ def test_all_workers_get_every_call(tracking: Tracking, tmp_path: Path) -> None:
 
 def test_reports_reach_metrics_and_console_in_order(tracking: Tracking, err: io.StringIO) -> None:
     """U121: one writer, steps never go backwards, an evaluation has the step of the rollout it comes before."""
+    tracking.num_rollout = 2
     manager = RolloutManagerHandle(LocalActor("rollout", Manager), tracking)
     actor = TrainGroup([LocalActor("actor", lambda: Worker("actor", []))], tracking)
 

@@ -52,6 +52,8 @@ REFUSED = [
     (algorithm(policy_loss="gsp0"), "takes `clipped`, `gspo`, `cispo` or `reinforce`, or `module:function`"),
     (algorithm(advantage_estimator=":f"), "or `module:function`"),
     ({"teacher.opd_coef": 0.5}, "has no effect without a teacher"),
+    (algorithm(overlong_penalty=0.5), "has no effect without algorithm.overlong_buffer"),
+    (algorithm(overlong_buffer=9) | {"rollout.max_response_len": 8}, "= 9 is above rollout.max_response_len = 8"),
 ]
 
 
@@ -76,6 +78,7 @@ def test_contradictions_are_refused_with_the_fix(overrides: dict, fragment: str)
         algorithm(policy_loss="cispo", eps_clip=1.0, eps_clip_high=0.5),
         algorithm(advantage_estimator="mine:f", policy_loss="mine:g", aggregation="mine:h", kl_coef=0.1, gamma=0.9),
         {"teacher.path": "somewhere", "teacher.opd_coef": 0.5},
+        algorithm(overlong_buffer=8, overlong_penalty=0.5) | {"rollout.max_response_len": 8},
     ],
 )
 def test_settings_that_go_together(overrides: dict) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from limes.config import Config, load_config, resolve, to_toml
 from limes.config.recipes import PATHS
 from limes.config.schema import Leaf, describe, leaves, sections, walk
+from limes.config.synonyms import SYNONYMS
 
 NAMES = [
     "model",
@@ -201,6 +202,29 @@ def test_nearest_name_across_sections(name: str, meant: str) -> None:
     assert f"did you mean {meant}?" in message(None, [f"--{name}", "1"])
     section, leaf = name.split(".")
     assert f"did you mean {meant}?" in message(None, {section: {leaf: 1}})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("trainer.learning_rate", "trainer.lr"),
+        ("critic.learning_rate", "critic.lr"),
+        ("learning_rate", "trainer.lr"),
+        ("rollout.max_new_tokens", "rollout.max_response_len"),
+        ("eval.max_new_tokens", "eval.max_response_len"),
+        ("eval.num_generations", "eval.n_samples_per_prompt"),
+        ("grpo.beta", "algorithm.kl_loss_coef"),
+    ],
+)
+def test_what_others_call_a_setting_is_understood(name: str, meant: str) -> None:
+    assert f"did you mean {'' if '.' in name else '--'}{meant}?" in message(None, [f"--{name}", "1"])
+    assert f"{name} is not a setting; did you mean {meant}?" in message(None, {name: 1})
+
+
+def test_synonyms_mean_settings_that_exist_and_are_none_themselves() -> None:
+    assert set(SYNONYMS.values()) <= set(leaves())
+    own = {path.partition(".")[2] for path in leaves()} | set(sections())
+    assert set(SYNONYMS) & own == set()
 
 
 def test_abbreviated_flags_are_refused() -> None:

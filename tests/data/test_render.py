@@ -115,7 +115,7 @@ def test_a_tokenizer_that_cuts_is_not_allowed_to():
 
 def test_nothing_that_fits_is_refused_with_the_numbers():
     renderer = PromptRenderer(tiny_tokenizer(), DataConfig(apply_chat_template=False))
-    with pytest.raises(ValueError, match=r"all 2 prompts of rows\.jsonl are longer than 4 .*shortest 5, longest 7"):
+    with pytest.raises(ValueError, match=r"none of 2 prompts of rows\.jsonl fits in 4 tokens .*shortest 5, longest 7"):
         encode_prompts(prompts_named("a" * 7, "a" * 5), renderer, 4)
     with pytest.raises(ValueError, match="holds no prompts"):
         encode_prompts(prompts_named(), renderer, 4)

@@ -169,13 +169,15 @@ def test_pool_that_is_forgotten_ends_its_process():
 
 
 SCRIPT = """
-import sys, threading, time
+import signal, sys, threading, time
 from limes.rewards.process import WorkerPool
 pool = WorkerPool("limes.rewards.regex_check")
+if sys.argv[1] == "deaf":  # children inherit what is blocked
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGIO])
 pool.call({"pattern": "b", "response": "ab", "labels": None}, 5)
 print(pool.pids[0], "torch" in sys.modules, flush=True)
-if sys.argv[1] == "busy":
-    pool.call({"pattern": r"(a+)+$", "response": "a" * 40 + "b", "labels": None}, 3)
+if sys.argv[1] in ("busy", "deaf"):
+    pool.call({"pattern": r"(a+)+$", "response": "a" * 40 + "b", "labels": None}, 1000)
 elif sys.argv[1] == "idle":
     time.sleep(60)
 elif sys.argv[1] == "forked":
@@ -195,10 +197,10 @@ def start_parent(how: str) -> tuple[subprocess.Popen, int]:
     return parent, int(worker)
 
 
-@pytest.mark.parametrize("how", ["idle", "busy"])
+@pytest.mark.parametrize("how", ["idle", "busy", "deaf"])
 def test_worker_does_not_outlive_a_killed_parent(how):
     parent, worker = start_parent(how)
-    if how == "busy":
+    if how != "idle":
         wait_until(lambda: busy(worker))
     parent.kill()
     parent.communicate()

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from limes.config import Config, load_config
 from limes.data import DataCursor, EncodedPrompt, EncodedPrompts
 from limes.engine.protocol import EngineError, FinishReason, GenerateResult
 from limes.records import Sample, Status
-from limes.rollout import NoGroupsLeft, RolloutManager
+from limes.rollout import NoGroupsLeft, RolloutManager, manager
 from limes.rollout.evaluation import EvalSet, default_ks, eval_seed
 from limes.rollout.filters import load_filter
 from limes.run import Console, read_samples
@@ -313,6 +314,26 @@ def test_disposing_closes_the_grader_though_the_engine_fails_to(stage: Callable[
     with pytest.raises(EngineError, match="thread is gone"):
         asyncio.run(s.manager.dispose())
     assert s.grader.closed == 1
+
+
+def test_disposing_does_not_wait_for_an_engine_in_a_long_step(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the middle of training: its thread ends alone, whatever it waits for, and nobody is kept."""
+    step, ended = threading.Event(), threading.Event()
+
+    class Busy(FakeEngine):
+        async def close(self) -> None:
+            await asyncio.to_thread(step.wait)
+            ended.set()
+
+    monkeypatch.setattr(manager, "BUSY_ENGINE_S", 0.01)
+    s = stage(Busy())
+    asyncio.run(s.manager.dispose())
+    assert not ended.is_set()
+    assert s.grader.closed == 1
+    step.set()
+    assert ended.wait(30)
 
 
 def test_an_answer_that_the_engine_gave_up_does_not_train(stage: Callable[..., Stage]) -> None:

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_fakes import new_sample
 
+from limes.config import load_config
 from limes.records import Sample, Status
 from limes.rollout.groups import CollectedGroups
 from limes.rollout.metrics import rollout_metrics, sample_metrics
 from limes.rollout.remarks import failure_remarks, rollout_remarks
-from limes.rollout.shards import make_shards
+from limes.rollout.shards import length_term_of, make_shards
 from limes.run.metrics import combine, reduce
 
 
@@ -64,6 +65,20 @@ def test_truncated_answers_are_kept_zeroed_or_left_out(policy: str, rewards: lis
     assert (samples[1].reward, samples[1].loss_mask) == (1.0, [1, 1, 1])
 
 
+def test_a_soft_penalty_for_length_shapes_what_trains_and_not_the_sample() -> None:
+    """T12, times the weight: 12, 13, 14 and 16 of 16 tokens, with a buffer of 4."""
+    settings = {"rollout.num_rollout": 1, "rollout.max_response_len": 16, "data.max_prompt_len": 8}
+    penalised = {"algorithm.overlong_buffer": 4, "algorithm.overlong_penalty": 2.0}
+    term = length_term_of(load_config(None, settings | penalised))
+    samples = [answered(i, 1.0, length=length) for i, length in enumerate((12, 13, 14, 16))]
+    samples[3].status = Status.TRUNCATED
+    assert make_shards(0, samples, length_term=term)[0].rewards == [1.0, 0.5, 0.0, -1.0]
+    assert make_shards(0, samples, length_term=term, truncated="zero")[0].rewards == [1.0, 0.5, 0.0, -2.0]
+    assert make_shards(0, samples, length_term=term, truncated="mask")[0].rewards == [1.0, 0.5, 0.0, None]
+    assert [sample.reward for sample in samples] == [1.0] * 4
+    assert length_term_of(load_config(None, settings)) is None
+
+
 def test_failed_aborted_unscored_and_tokenless_answers_do_not_train() -> None:
     """U21: unscored is not zero."""
     samples = [
@@ -100,6 +115,16 @@ def test_unscored_answers_are_outside_the_mean_and_counted() -> None:
     assert found["rollout/reward_mean"] == 0.5
     assert found["rollout/unscored"] / found["rollout/samples"] == pytest.approx(1 / 3)
     assert found["rollout/grader_errors"] == 0
+
+
+def test_rewards_are_reported_by_the_source_of_their_prompts() -> None:
+    samples = [answered(0, 1.0), answered(1, 0.0), answered(2, 0.25), answered(3, None), answered(4, 9.0)]
+    for sample, source in zip(samples, ["sums", "sums", "other words", "sums", None], strict=True):
+        sample.metadata |= {} if source is None else {"source": source}
+    found = numbers(samples)
+    assert found["rollout/reward_of/sums"] == 0.5
+    assert found["rollout/reward_of/other_words"] == 0.25
+    assert sum(name.startswith("rollout/reward_of/") for name in found) == 2
 
 
 def test_grader_errors_are_counted_by_cause_and_apart_from_wrong_answers() -> None:

@@ -92,6 +92,38 @@ def test_a_log_gets_a_line_at_most_every_ten_seconds():
     assert out.getvalue() == ""
 
 
+def test_the_time_left_is_told_once_a_pace_is_known():
+    """Things that run together end late and in a burst: the first of them says nothing of the rest."""
+    clock = Clock()
+    console, _, err = plain(clock)
+    with console.phase("evaluate", 256, at_once=128) as phase:
+        for now, done in ((40, 1), (60, 127), (80, 128), (120, 255), (140, 256)):
+            clock.now = now
+            phase.update(done)
+    assert err.getvalue().splitlines()[1:] == [
+        "evaluate: 1/256 after 40s",
+        "evaluate: 127/256 after 1:00",
+        "evaluate: 128/256 after 1:20, about 1:20 left",
+        "evaluate: 255/256 after 2:00, about 0s left",
+        "evaluate: 256/256 after 2:20",
+        "evaluate: done, 256/256 in 2:20",
+    ]
+
+
+def test_a_bar_tells_the_time_left_by_the_same_rule(monkeypatch: pytest.MonkeyPatch):
+    with terminal(monkeypatch) as (stream, seen), Console(out=stream, err=stream) as console:
+        for name, at_once in (("early", 8), ("known", 2)):
+            with console.phase(name, 9, at_once=at_once) as phase:
+                phase.update(3)
+                console.notice("the bars are drawn again below")
+    (text,) = seen
+    early, known = text.split("known", 1)
+    assert "3/9" in early
+    assert "3/9" in known
+    assert "left" not in early
+    assert "left" in known
+
+
 def test_short_phases_that_come_again_are_silent_but_the_first_of_a_name_is_not():
     clock = Clock()
     console, _, err = plain(clock)
@@ -255,8 +287,8 @@ def test_numbers_that_do_not_fit():
 
 
 def test_other_columns():
-    console, out, _ = plain(columns=[Column("KL to ref", "rollout/kl", ".2f", 9)])
-    console.step_line(0, None, {"rollout/kl": 0.256})
+    console, out, _ = plain(columns=[Column("KL to ref", "train/ref_kl", ".2f", 9)])
+    console.step_line(0, None, {"train/ref_kl": 0.256})
     assert out.getvalue().splitlines() == ["step  KL to ref", "   0       0.26"]
 
 

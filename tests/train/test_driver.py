@@ -1,10 +1,13 @@
 """What a driver does around its loop: exit codes, the run folder, the last line."""
 
+import _thread
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
 
+from limes.checkpoints import save_checkpoint
 from limes.config import Config, Resolved, load_config
 from limes.driver import run_to_the_end
 from limes.engine.protocol import EngineError
@@ -96,6 +99,74 @@ def test_cancelling_the_loop_is_not_mistaken_for_its_end(tmp_path: Path) -> None
 
     with pytest.raises(asyncio.CancelledError):
         run_to_the_end(cancelled, resolved(tmp_path), default_name="x")
+
+
+def test_a_run_starts_where_an_event_loop_runs_already(tmp_path: Path) -> None:
+    """As in a notebook; its errors and its exit code arrive as anywhere."""
+
+    async def failing(config: Config, tracking: Tracking) -> None:
+        await asyncio.sleep(0)
+        raise EngineError("no more")
+
+    async def cell() -> list[int]:
+        first = run_to_the_end(one_step, resolved(tmp_path / "a"), default_name="x")
+        return [first, run_to_the_end(failing, resolved(tmp_path / "b"), default_name="x")]
+
+    assert asyncio.run(cell()) == [0, 1]
+
+
+def test_ctrl_c_in_a_notebook_ends_the_run_in_order(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ended = []
+
+    async def waiting(config: Config, tracking: Tracking) -> None:
+        await one_step(config, tracking)
+        try:
+            _thread.interrupt_main()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    async def cell() -> int:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook has it
+        try:
+            return run_to_the_end(waiting, resolved(tmp_path), default_name="x")
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    assert asyncio.run(cell()) == 130
+    assert ended == [True]
+    assert capsys.readouterr().err.splitlines()[-1] == f"interrupted; run folder: {tmp_path / 'r'}"
+
+
+def test_cancelling_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    said: list[str] = []
+    under_way, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow:
+        async def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
+            under_way.set()
+            await go_on.wait()
+            (folder / "model").touch()
+
+        async def save(self, rollout_id: int, folder: Path) -> None:
+            (folder / "rollout.json").touch()
+
+    async def main() -> None:
+        saving = asyncio.create_task(
+            save_checkpoint([Slow()], Slow(), 3, tmp_path, force_sync=False, notice=said.append)  # type: ignore[list-item, arg-type]
+        )
+        await under_way.wait()
+        saving.cancel()
+        await asyncio.sleep(0)
+        assert said == ["waiting for checkpoint 000003 to be written"]
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+
+    asyncio.run(main())
+    assert sorted(path.name for path in (tmp_path / "000003").iterdir()) == ["model", "rollout.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["000003"]
 
 
 def test_an_evaluation_is_described_with_its_intervals() -> None:

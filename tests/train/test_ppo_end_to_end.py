@@ -1,12 +1,11 @@
 """PPO with a critic through the whole system on a tiny model."""
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny import save_tiny
 
 from limes.config import Resolved, load_config
 from limes.run import read_metrics, read_samples, read_train_records
@@ -15,48 +14,11 @@ from limes.train import run_train
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "algorithms" / "ppo.toml"
-GRADERS = """
-def digits(sample):
-    return float(sum(character.isdigit() for character in sample.response) % 2)
-"""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model, prompts and a grader."""
-    folder = tmp_path_factory.mktemp("ppo")
-    save_tiny(folder / "model")
-    rows = [{"prompt": f"say {i}", "label": str(i % 10)} for i in range(20)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "ppo_graders.py").write_text(GRADERS)
-    return folder
-
-
 @pytest.fixture
-def settings(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(place)])
-
-    def make(**values: object) -> Resolved:
-        base = {
-            "model.path": str(place / "model"),
-            "data.prompt_data": str(place / "data.jsonl"),
-            "rollout.num_rollout": 3,
-            "rollout.batch_size": 4,
-            "rollout.n_samples_per_prompt": 2,
-            "rollout.max_response_len": 12,
-            "reward.kind": "ppo_graders:digits",
-            "algorithm.advantage_estimator": "ppo",
-            "eval.num_prompts": 4,
-            "trainer.lr": 1e-3,
-            "critic.lr": 1e-2,
-            "checkpoint.save_interval": 1,
-            "run.dir": str(tmp_path / "runs"),
-            "run.num_shown_samples": 0,
-        }
-        named = {name.replace("__", "."): value for name, value in values.items()}
-        return Resolved(load_config(None, base | named), {})
-
-    return make
+def settings(settings):
+    """Those of all runs, with a critic."""
+    critic = {"algorithm__advantage_estimator": "ppo", "critic__lr": 1e-2, "checkpoint__save_interval": 1}
+    return partial(settings, rollout__n_samples_per_prompt=2, **critic)
 
 
 def steps_with(run: Path, name: str) -> dict[int, float]:
@@ -169,3 +131,12 @@ def test_the_recipe_runs(place: Path, tmp_path: Path) -> None:
     assert load_config(RECIPE).critic.num_critic_only_steps > 0
     assert run_train(Resolved(config, {}, RECIPE)) == 0
     assert set(steps_with(tmp_path / "recipe", "train/value_loss")) == {0, 1}
+
+
+def test_a_checkpoint_of_the_critic_alone_says_what_it_lacks(settings, tmp_path: Path) -> None:
+    assert run_train(settings(run__name="a", rollout__num_rollout=2, critic__num_critic_only_steps=2)) == 0
+    checkpoint = str(tmp_path / "runs" / "a" / "checkpoints" / "000001")
+    for algorithm in ("ppo", "grpo"):
+        fewer = settings(checkpoint__load=checkpoint, algorithm__advantage_estimator=algorithm, critic__lr=1e-5)
+        with pytest.raises(ValueError, match=r"holds no actor.*num_critic_only_steps is 0; set it to 2 or more"):
+            run_train(fewer)

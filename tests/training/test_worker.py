@@ -5,9 +5,11 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 from training_cases import exact_policy, make_config, make_shard, parameters_after, shard_of, worker_for
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, OPTConfig
 
-from limes.models.policy import make_policy
+from limes.models.policy import enable_checkpointing, make_policy
 from limes.run import read_train_records
+from limes.training.forward import PackedForward
 
 
 def test_equal_rewards_move_nothing_momentum_included():
@@ -125,6 +127,43 @@ def test_gradient_checkpointing_changes_nothing_but_memory():
         worker.train(0, make_shard(policy, config))
         ends.append(parameters_after(policy))
     assert torch.equal(*ends)
+
+
+SMALL = {"vocab_size": 102, "max_position_embeddings": 256}
+WITH_DROPOUT = [
+    GPT2Config(vocab_size=102, n_positions=256, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5),
+    OPTConfig(**SMALL, hidden_size=16, word_embed_proj_dim=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2),
+]
+
+
+@pytest.mark.parametrize("settings", WITH_DROPOUT, ids=lambda settings: settings.model_type)
+def test_gradient_checkpointing_recomputes_layers_and_nothing_drops_out(settings):
+    """Dropout in modules (GPT-2) and in functions (OPT) alike; attention dropout is refused at loading."""
+    torch.manual_seed(0)
+    settings.attn_pdrop = settings.attention_dropout = 0.0
+    policy = make_policy(AutoModelForCausalLM.from_config(settings), tiny_tokenizer())
+    shard = make_shard(policy, make_config())
+    forward = PackedForward(policy, temperature=1.0, head_chunk=1024)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            enable_checkpointing(policy.model)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
+            log_probs = forward(shard.samples).log_probs
+        grads = torch.autograd.grad(log_probs.sum(), list(policy.model.parameters()), allow_unused=True)
+        found.append((log_probs.detach(), grads, sum(saved)))
+    (plain, plain_grads, kept), (recomputed, grads, kept_less) = found
+    assert torch.equal(plain, recomputed)
+    for one, two in zip(plain_grads, grads, strict=True):
+        torch.testing.assert_close(one, two)
+    assert kept_less < kept / 2
+    assert not policy.model.training
+
+
+def test_a_model_without_layers_to_recompute_is_refused():
+    with pytest.raises(ValueError, match=r"trainer\.gradient_checkpointing = true: llama has no layers"):
+        enable_checkpointing(LlamaForCausalLM(LlamaConfig(num_hidden_layers=0, num_attention_heads=1, hidden_size=8, vocab_size=8)))
 
 
 @pytest.mark.parametrize("tied", [True, False])

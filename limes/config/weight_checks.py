@@ -1,0 +1,47 @@
+"""Rules of the settings under `weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from limes.config.root import Config
+
+READ_BY = MappingProxyType(
+    {
+        "bucket_bytes": ("ipc", "broadcast"),
+        "pause_mode": ("ipc", "broadcast", "disk", "delta"),
+        "host": ("broadcast",),
+        "disk_dir": ("disk", "delta"),
+        "keep_files": ("disk", "delta"),
+        "timeout_s": ("ipc", "broadcast", "disk", "delta"),
+    }
+)
+"""Which transports look at a setting."""
+
+
+def _shared_in_one_process(config: Config) -> Iterator[str]:
+    """Roles of one process use the same tensors."""
+    transport = config.weights.transport
+    if config.cluster.kind == "local" and transport != "shared":
+        yield (
+            f"weights.transport = {transport} needs engines in processes of their own, and with cluster.kind = local "
+            "they use the trainer's tensors; set weights.transport to shared"
+        )
+
+
+def _settings_of_the_transport(config: Config) -> Iterator[str]:
+    """A setting that the transport does not read is a mistake."""
+    transport = config.weights.transport
+    for name, field in type(config.weights).model_fields.items():
+        value = getattr(config.weights, name)
+        if name in READ_BY and value != field.default and transport not in READ_BY[name]:
+            yield (
+                f"weights.{name} = {value} has no effect with weights.transport = {transport}; "
+                f"it is for {', '.join(READ_BY[name])}; leave it out"
+            )
+
+
+WEIGHTS = (_shared_in_one_process, _settings_of_the_transport)
