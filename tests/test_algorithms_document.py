@@ -94,7 +94,7 @@ def test_a_recipe_has_the_settings_of_its_entry(heading: str, tmp_path: Path) ->
         if name not in FITTED_TO_THE_TASK:
             assert ours == theirs, f"algorithm.{name}"
         else:
-            assert (ours is None) == (theirs is None), f"algorithm.{name}"
+            assert bool(ours) == bool(theirs), f"algorithm.{name}"
     assert entry.rollout.dynamic_sampling_filter == run.rollout.dynamic_sampling_filter
 
 

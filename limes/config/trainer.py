@@ -51,3 +51,13 @@ class TrainerConfig(Section):
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share the heads and columns of each layer, by the model's own plan; both kinds of heads must divide
+    by it."""
+
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of each micro-batch, for long sequences."""
+
+    data_parallel_replicate_size: PositiveInt = 1
+    """Whole copies of the model, each sharded over the ranks that are left; 1 shards it over all of them."""

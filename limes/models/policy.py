@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from limes.models.attention import AttentionPlan, use_limes_attention
 from limes.models.cpu_linear import use_cpu_linears
+from limes.models.log_probs import LogProbs
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Policy:
         end_token_ids: ids that end an answer.
         max_context_len: longest sequence in tokens.
         folder: where its files came from.
+        network: the model's one forward pass in training; a model on many ranks has one with hooks.
     """
 
     model: PreTrainedModel
@@ -35,6 +37,7 @@ class Policy:
     end_token_ids: tuple[int, ...]
     max_context_len: int
     folder: Path | None = None
+    network: LogProbs | None = None
 
     @property
     def device(self) -> torch.device:

@@ -6,8 +6,8 @@ The parent talks to it over one socket, which is its standard input and output: 
 pickle, a reply is one line of JSON. Replies are never unpickled, so nothing in here can reach the parent.
 
 It outlives no one: it ends when the socket closes or its parent is gone. While it works two signals of the kernel end
-it, even inside a computation that never returns to Python: SIGIO when the other end of the socket closes (Linux), and an
-alarm soon after the request's limit.
+it, even inside a computation that never returns to Python: SIGIO when the other end of the socket closes (Linux), and
+an alarm soon after the request's limit.
 """
 
 from __future__ import annotations

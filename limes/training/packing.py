@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limes.models.attention import Row, TreeAttention
+from limes.models.attention import AttentionPlan, Row, TreeAttention
 from limes.models.lm_head import HeadTargets
 
 
@@ -27,7 +27,8 @@ class PackedBatch:
     Attributes:
         token_ids: `[N]` tokens that are computed.
         positions: `[N]` their positions in their sequences.
-        attention: who attends to whom; an attention plan.
+        attention: who attends to whom.
+        rows: what `attention` is made of.
         head_rows: `[P]` packed tokens whose logits are needed.
         targets: scored tokens of each head row, M pairs.
         pair_index: `[T]` for each response token of each sequence, in the order the sequences were given, its pair.
@@ -36,7 +37,8 @@ class PackedBatch:
 
     token_ids: Tensor
     positions: Tensor
-    attention: TreeAttention
+    attention: AttentionPlan
+    rows: list[Row]
     head_rows: Tensor
     targets: HeadTargets
     pair_index: Tensor
@@ -80,6 +82,7 @@ def pack(
         token_ids=torch.from_numpy(np.concatenate(token_parts)).to(device),
         positions=torch.from_numpy(np.concatenate(position_parts)).to(device),
         attention=TreeAttention(rows, num, device),
+        rows=rows,
         head_rows=head_rows,
         targets=targets,
         pair_index=pair_index,

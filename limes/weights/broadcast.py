@@ -88,7 +88,7 @@ class BroadcastTransport:
         answers = [peer.ask(ReceiveBuckets()) for peer in self._peers]
         buffers = Buffers(group, buckets, lambda: self._check(answers))
         try:
-            for content in packed(checked_tensors(source, self._specs), buckets, buffers.take):
+            for _ in packed(checked_tensors(source, self._specs), buckets, buffers.take):
                 buffers.start(GOES_ON)
             buffers.wait_all()
             wait_all(self._peers, answers, "ReceiveBuckets", self.timeout_s)

@@ -11,7 +11,7 @@ from rollout_fakes import HANG, STOP, FakeEngine, FakeGrader, fake_sampler
 
 from limes.config import Config, load_config
 from limes.data import DataCursor, EncodedPrompt, EncodedPrompts
-from limes.engine.protocol import EngineError, FinishReason, GenerateResult
+from limes.engine.protocol import EngineError, FinishReason, GenerateRequest, GenerateResult
 from limes.records import Sample, Status
 from limes.rollout import NoGroupsLeft, RolloutManager, manager
 from limes.rollout.evaluation import EvalSet, default_ks, eval_seed
@@ -89,6 +89,22 @@ def test_what_the_engine_sampled_is_what_trains(stage: Callable[..., Stage]) -> 
     }
     assert trained == {p: (r.token_ids, r.log_probs, [1] * len(r.token_ids)) for p, r in sent.items()}
     assert shard.num_trained_tokens == [len(sent[p].token_ids) for p in range(6)]
+
+
+def test_settings_shape_the_rewards_that_train_and_not_those_that_are_written(stage: Callable[..., Stage]) -> None:
+    """U119: of 8 tokens allowed, answers of 8 that were cut and of 6 and 4 that ended, all with the reward 1."""
+    lengths = {0: 8, 1: 6, 2: 4}
+
+    def answer(request: GenerateRequest) -> list[int]:
+        length = lengths[request.key.sample_index % 3]
+        return [50] * length if length == 8 else [*[50] * (length - 1), STOP]
+
+    overlong = {"rollout.max_response_len": 8, "algorithm.overlong_buffer": 4, "algorithm.overlong_penalty": 2.0}
+    for truncated, cut in (("keep", -1.0), ("zero", -2.0), ("mask", None)):
+        s = stage(FakeEngine(answer), FakeGrader(lambda sample: 1.0), **overlong, **{"algorithm.truncated": truncated})
+        (shard,) = asyncio.run(s.manager.generate(0))
+        assert shard.rewards == [cut, 0.0, 1.0] * 2
+        assert {sample.reward for sample in read_samples(s.folder, 0)} == {1.0}
 
 
 def test_several_ranks_share_a_rollout(stage: Callable[..., Stage]) -> None:

@@ -1,8 +1,8 @@
 """What a driver does around its loop: exit codes, the run folder, the last line."""
 
-import _thread
 import asyncio
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -121,7 +121,8 @@ def test_ctrl_c_in_a_notebook_ends_the_run_in_order(tmp_path: Path, capsys: pyte
     async def waiting(config: Config, tracking: Tracking) -> None:
         await one_step(config, tracking)
         try:
-            _thread.interrupt_main()
+            await asyncio.sleep(0.1)  # the notebook's thread waits by now
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)

@@ -14,6 +14,8 @@ from limes.train import run_train
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "algorithms" / "ppo.toml"
+
+
 @pytest.fixture
 def settings(settings):
     """Those of all runs, with a critic."""

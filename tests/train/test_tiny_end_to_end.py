@@ -1,6 +1,5 @@
 """A tiny model through the whole system: engine, grader, trainer, checkpoints, the commands."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from limes.sampling import run_sample
 from limes.train import run_train
 
 pytestmark = pytest.mark.slow
+
 
 def samples_of(run: Path, rollout_id: int) -> list[tuple]:
     return [(s.index, s.tokens, s.rollout_log_probs, s.reward) for s in read_samples(run / "rollouts", rollout_id)]

@@ -1,6 +1,5 @@
 """Words and numbers of whole runs: every metric that is declared is written, one of a thing is no plural."""
 
-import io
 import json
 import re
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from limes.config import batch_algebra
+from limes.config.reward import RewardConfig
 from limes.evaluate import run_eval
 from limes.run import read_metrics
 from limes.run.metrics import METRICS
@@ -36,6 +36,7 @@ def test_every_declared_metric_is_written_by_some_run(settings, place: Path, tmp
         "skipped": {"reward__kind": "tiny_graders:equal"},
         "given": {
             "algorithm__loss": "sft",
+            "reward__kind": RewardConfig().kind,
             "data__prompt_data": str(tmp_path / "chat.jsonl"),
             "data__input_key": "messages",
             "data__label_key": "",
@@ -89,7 +90,7 @@ def test_spans_know_their_rollout_and_no_other_number(settings, tmp_path: Path) 
     assert about["rollout.show_samples"] == {None}
     assert about["rollout.eval"] == {0, 1}
     of_rollout = {"rollout.generate", "rollout.save", "actor.train", "actor.save_model"}
-    assert {name: about[name] for name in of_rollout} == dict.fromkeys(of_rollout, {0})
+    assert {name: about[name] for name in of_rollout} == {name: {0} for name in of_rollout}
 
 
 @pytest.mark.parametrize(

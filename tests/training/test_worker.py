@@ -163,7 +163,9 @@ def test_gradient_checkpointing_recomputes_layers_and_nothing_drops_out(settings
 
 def test_a_model_without_layers_to_recompute_is_refused():
     with pytest.raises(ValueError, match=r"trainer\.gradient_checkpointing = true: llama has no layers"):
-        enable_checkpointing(LlamaForCausalLM(LlamaConfig(num_hidden_layers=0, num_attention_heads=1, hidden_size=8, vocab_size=8)))
+        enable_checkpointing(
+            LlamaForCausalLM(LlamaConfig(num_hidden_layers=0, num_attention_heads=1, hidden_size=8, vocab_size=8))
+        )
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -189,7 +189,7 @@ def kept_delta(tmp_path):
     sender.close()
     model, _, _, sender, _, _ = chain(tmp_path, 2, keep_files=True)
     (folder,) = (tmp_path / "weights").glob("*/v00000002")
-    first, engine, receiver, *_ = chain(tmp_path / "other", 1)
+    _, engine, receiver, *_ = chain(tmp_path / "other", 1)
     return folder, receiver, engine, model
 
 

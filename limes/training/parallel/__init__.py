@@ -1,0 +1,1 @@
+"""One model on many ranks: sharded parameters, shared heads, shared tokens."""
