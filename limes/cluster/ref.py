@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,20 +27,24 @@ class Ref:
 
     def __await__(self) -> Generator[Any, None, Any]:
         self.mark_seen()
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
+        return (yield from wait_for(self._future))
 
-        def wake(_: Future[Any]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: None if waiter.done() else waiter.set_result(None))
-
-        self._future.add_done_callback(wake)
-        yield from waiter.__await__()
-        return self._future.result()
+    @property
+    def status(self) -> Future[Any]:
+        """Done when the call has ended; has its error, if it failed."""
+        return self._future
 
     def done(self) -> bool:
         """Whether the call has ended, well or not."""
         return self._future.done()
+
+    def succeeded(self) -> bool:
+        """Whether the call has ended well."""
+        return self._future.done() and self._future.exception() is None
+
+    def settled(self) -> Awaitable[None]:
+        """Waits until the call has ended, without fetching its value; raises its error."""
+        return _Settled(self, self._future)
 
     def mark_seen(self) -> None:
         """Somebody will get this call's error: an awaiter, or a call that takes this ref as an argument."""
@@ -62,6 +66,29 @@ class Ref:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             self._future.set_exception(error)
+
+
+class _Settled:
+    def __init__(self, ref: Ref, future: Future[Any]) -> None:
+        self._ref, self._future = ref, future
+
+    def __await__(self) -> Generator[Any, None, None]:
+        self._ref.mark_seen()
+        yield from wait_for(self._future)
+
+
+def wait_for(future: Future[Any]) -> Generator[Any, None, Any]:
+    """The body of an `__await__`: what a thread's future delivers. A cancelled wait leaves the future alone."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(_: Future[Any]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if waiter.done() else waiter.set_result(None))
+
+    future.add_done_callback(wake)
+    yield from waiter.__await__()
+    return future.result()
 
 
 async def resolve(value: Any) -> Any:

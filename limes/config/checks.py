@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from limes.config.algorithm_checks import ALGORITHM, check_aggregation
+from limes.config.cluster_checks import CLUSTER
 from limes.config.counting import num_of
 from limes.config.derived import effective, value_of
 from limes.config.sft_checks import SFT
@@ -142,6 +143,7 @@ ALWAYS: tuple[Check, ...] = (
     _run_name,
     _grader_of_groups,
     *WEIGHTS,
+    *CLUSTER,
 )
 COMMON: tuple[Check, ...] = (_steps_divide, _schedule, check_aggregation)
 POLICY: tuple[Check, ...] = (_over_sampling, _one_policy, _critic_has_ppo, *ALGORITHM)

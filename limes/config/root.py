@@ -48,6 +48,17 @@ class Config(Section):
             raise ValueError("\n".join(found))
         return self
 
+    def weight_transport(self) -> str:
+        """How weights reach the engines: `weights.transport`, or what the cluster suggests."""
+        if self.weights.transport is not None:
+            return self.weights.transport
+        if self.cluster.kind == "local":
+            return "shared"
+        cluster = self.cluster
+        one_place = cluster.colocate and cluster.rollout_num_gpus is None
+        one_rank = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node == 1
+        return "ipc" if one_place and one_rank else "broadcast"
+
     def eval_sampling(self) -> SamplingConfig:
         """How evaluation draws answers: the rollout's sampling with the set values of `eval` on top."""
         names = SamplingConfig.model_fields

@@ -24,17 +24,22 @@ READ_BY = MappingProxyType(
 
 def _shared_in_one_process(config: Config) -> Iterator[str]:
     """Roles of one process use the same tensors."""
-    transport = config.weights.transport
+    transport = config.weight_transport()
     if config.cluster.kind == "local" and transport != "shared":
         yield (
             f"weights.transport = {transport} needs engines in processes of their own, and with cluster.kind = local "
             "they use the trainer's tensors; set weights.transport to shared"
         )
+    if config.cluster.kind == "ray" and transport == "shared":
+        yield (
+            "weights.transport = shared needs trainer and engine in one process, and cluster.kind = ray has one for "
+            "each; use ipc, broadcast, disk or delta"
+        )
 
 
 def _settings_of_the_transport(config: Config) -> Iterator[str]:
     """A setting that the transport does not read is a mistake."""
-    transport = config.weights.transport
+    transport = config.weight_transport()
     for name, field in type(config.weights).model_fields.items():
         value = getattr(config.weights, name)
         if name in READ_BY and value != field.default and transport not in READ_BY[name]:

@@ -10,9 +10,10 @@ from limes.config.base import Section
 class WeightsConfig(Section):
     """The way from the trainer's weights to the engines'."""
 
-    transport: Literal["shared", "ipc", "broadcast", "disk", "delta"] = "shared"
+    transport: Literal["shared", "ipc", "broadcast", "disk", "delta"] | None = None
     """`shared`: the same tensors, in one process; `ipc`: another process on the same host, and on a GPU the same GPU;
-    `broadcast`: a torch.distributed group; `disk`: files with all weights; `delta`: files with what changed."""
+    `broadcast`: a torch.distributed group; `disk`: files with all weights; `delta`: files with what changed.
+    Default: `shared` in one process; with Ray `ipc` where trainer and engines share devices, else `broadcast`."""
 
     bucket_bytes: PositiveInt = 1 << 27
     """Bytes of weights gathered and sent at a time, by `ipc` and `broadcast`."""

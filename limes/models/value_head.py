@@ -21,6 +21,22 @@ HEAD = "value_head.safetensors"
 """The head's file in a critic's folder; everything else in it is a plain model folder of transformers."""
 
 
+class ValueNetwork(nn.Module):
+    """Values of some of the packed tokens; its parameters are those of backbone and head."""
+
+    def __init__(self, backbone: PreTrainedModel, head: nn.Linear) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, token_ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, head_rows_P: Tensor) -> Tensor:
+        """`[P]` in the head's type. The sampling temperature has no part in it."""
+        output = self.backbone(
+            input_ids=token_ids_N[None], position_ids=positions_N[None], use_cache=False, attention_plan=plan
+        )
+        hidden_PE = output.last_hidden_state[0].index_select(0, head_rows_P)
+        return self.head(hidden_PE.to(self.head.weight.dtype)).squeeze(-1)
+
+
 @dataclass
 class ValueModel:
     """Layers ready for packed forward passes, and the head.
@@ -28,10 +44,12 @@ class ValueModel:
     Attributes:
         backbone: a transformers model without LM head, attending through plans.
         head: from the final hidden state to the value; in float32 at least, whatever type the layers have.
+        network: both, as one module with one forward pass; a model on many ranks has one with hooks.
     """
 
     backbone: PreTrainedModel
     head: nn.Linear
+    network: ValueNetwork | None = None
 
     @property
     def device(self) -> torch.device:

@@ -30,8 +30,9 @@ class PolicyOptimizer:
             self.names.append(name)
             self.parameters.append(parameter)
             self.masters.append(parameter if own else nn.Parameter(parameter.detach().float()))
-        decayed = [master for master in self.masters if master.dim() >= 2]
-        plain = [master for master in self.masters if master.dim() < 2]
+        moving = [master for master in self.masters if master.numel()]  # a rank may have no part of a tensor
+        decayed = [master for master in moving if master.dim() >= 2]
+        plain = [master for master in moving if master.dim() < 2]
         self.max_norm = config.clip_grad
         self.adam = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
@@ -56,7 +57,7 @@ class PolicyOptimizer:
         Returns:
             The norm of the whole gradient before clipping.
         """
-        norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        norm = self._total_norm()
         if torch.isfinite(norm):
             if self.max_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.max_norm, norm)
@@ -86,14 +87,16 @@ class PolicyOptimizer:
             raise ValueError(
                 f"the saved optimizer is of another model: {other[:3]} and {len(other)} names in all differ"
             )
-        for name, master in zip(self.names, self.masters, strict=True):
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             state = dict(by_name[name])
-            if "master" in state:
-                with torch.no_grad():
-                    master.copy_(state.pop("master"))
+            with torch.no_grad():
+                master.copy_(state.pop("master", parameter))
             if state:
                 self.adam.state[master] = {key: _placed(key, value, master) for key, value in state.items()}
         self._round_into_parameters()
+
+    def _total_norm(self) -> Tensor:
+        return torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
 
     @torch.no_grad()
     def _round_into_parameters(self) -> None:

@@ -27,7 +27,7 @@ def build_sender(config: WeightsConfig, *, device: torch.device, folder: Path, h
     root = folder if config.disk_dir is None else Path(config.disk_dir)
     timeout_s = config.timeout_s
     transport: Transport
-    if config.transport == "shared":
+    if config.transport in (None, "shared"):
         transport = SharedTransport()
     elif config.transport == "ipc":
         transport = IpcTransport(bucket_bytes=config.bucket_bytes, timeout_s=timeout_s)

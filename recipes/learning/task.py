@@ -1,9 +1,11 @@
-"""A task for a model that starts from nothing: copy four letters. Data, rewards and the model of the recipes here.
+"""A task for a model that starts from nothing: count on. Data, rewards and the model of the recipes here.
 
     python recipes/learning/task.py [--seed 0] [--folder runs/learning/model]
 
-writes `copy.jsonl` beside this file, the same bytes every time, and a model of 1.7 million random parameters with a
-tokenizer of one token a letter.
+writes `count.jsonl` beside this file, the same bytes every time, and a model of 1.7 million random parameters with a
+tokenizer of one token a digit.
+
+A prompt is three digits; the answer counts on from the last one to 4 and ends: `302` asks for `34`.
 """
 
 from __future__ import annotations
@@ -16,28 +18,28 @@ from pathlib import Path
 
 from limes.records import Sample
 
-DATA = Path(__file__).parent / "copy.jsonl"
-LETTERS, LENGTH = "abcd", 4
-END, ASK = "<end>", ">"
+DATA = Path(__file__).parent / "count.jsonl"
+DIGITS = "01234"
+END = "<end>"
 
 
 def write_data() -> None:
-    """All strings of four letters, in an order that is always the same."""
-    words = ["".join(letters) for letters in itertools.product(LETTERS, repeat=LENGTH)]
-    random.Random(0).shuffle(words)
-    rows = [json.dumps({"prompt": word + ASK, "label": word}) + "\n" for word in words]
-    DATA.write_text("".join(rows), encoding="utf-8")
+    """All prompts whose last digit leaves something to count, in an order that is always the same."""
+    prompts = ["".join(digits) for digits in itertools.product(DIGITS, DIGITS, DIGITS[:-1])]
+    random.Random(0).shuffle(prompts)
+    rows = [{"prompt": prompt, "label": DIGITS[DIGITS.index(prompt[-1]) + 1 :]} for prompt in prompts]
+    DATA.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def share_right(sample: Sample) -> float:
-    """Share of letters that are right and in their place; missing and surplus ones are wrong."""
+    """Share of digits that are right and in their place; missing and surplus ones are wrong."""
     right = sum(answered == asked for answered, asked in zip(sample.response, sample.label, strict=False))
     return right / max(len(sample.response), len(sample.label))
 
 
 def share_right_in_steps(sample: Sample) -> float:
-    """`share_right`, with each token as a step of its own: 1 where it is the right letter or a timely end."""
-    scores = [float(letter == asked) for letter, asked in itertools.zip_longest(sample.response, sample.label)]
+    """`share_right`, with each token as a step of its own: 1 where it is the right digit or a timely end."""
+    scores = [float(digit == asked) for digit, asked in itertools.zip_longest(sample.response, sample.label)]
     scores = scores[: len(sample.response)]
     if sample.response_length > len(sample.response):  # the end token, which is no text
         scores.append(float(len(sample.response) == len(sample.label)))
@@ -52,7 +54,7 @@ def save_model(folder: Path, seed: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate([END, *LETTERS, ASK])}
+    vocab = {token: i for i, token in enumerate([END, *DIGITS])}
     hidden_size = 256
     config = LlamaConfig(
         vocab_size=len(vocab),
@@ -63,7 +65,6 @@ def save_model(folder: Path, seed: int) -> None:
         num_key_value_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        initializer_range=hidden_size**-0.5,  # unit variance through every layer, which copying soon needs
         pad_token_id=vocab[END],
         bos_token_id=None,
         eos_token_id=vocab[END],

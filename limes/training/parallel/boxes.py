@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,9 +67,10 @@ class Part:
 
 
 def save_parts(path: Path, parts: Mapping[str, Part]) -> None:
-    """Write parts of tensors into one safetensors file."""
-    places = {name: [[start for start, _ in part.box.bounds], list(part.shape)] for name, part in parts.items()}
-    tensors = {name: part.tensor.contiguous().cpu() for name, part in parts.items()}
+    """Write parts of tensors into one safetensors file; empty ones are left out."""
+    held = {name: part for name, part in parts.items() if part.box.num}
+    places = {name: [[start for start, _ in part.box.bounds], list(part.shape)] for name, part in held.items()}
+    tensors = {name: part.tensor.contiguous().cpu() for name, part in held.items()}
     save_file(tensors, path, metadata={PLACES: json.dumps(places)})
 
 
@@ -116,7 +118,7 @@ class PartsReader:
             common = wanted.meet(held)
             part = file.get_slice(name)
             if found is None:
-                found = torch.empty(wanted.shape, dtype=_type_of(file, name, held))
+                found = torch.empty(wanted.shape, dtype=_TYPES[part.get_dtype()])
             if common is not None:
                 inside = common.relative_to(held)
                 values = part[tuple(slice(start, end) for start, end in inside.bounds)]
@@ -128,6 +130,7 @@ class PartsReader:
         return found
 
 
-def _type_of(file: Any, name: str, held: Box) -> torch.dtype:
-    """Of a tensor, from its empty slice."""
-    return file.get_slice(name)[tuple(slice(0, 0) for _ in held.bounds)].dtype if held.num else torch.float32
+_TYPES = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+)
+"""What safetensors calls them."""

@@ -104,6 +104,7 @@ def shard(
     apart: Sequence[nn.Module] = (),
     prefix: str = "",
     trainable: bool = True,
+    filled: bool = True,
 ) -> ShardedModel:
     """Spread a network over ranks, in place; all ranks make this call.
 
@@ -115,6 +116,7 @@ def shard(
         model: the transformers model in it.
         apart: modules of the network that run in the type of their own parameters.
         prefix: of the network's parameter names, which is left out of the pieces' names.
+        filled: hand out what is on `meta` somewhere; else it becomes memory that the caller fills.
 
     Raises:
         ValueError: the model cannot be cut by so many.
@@ -123,7 +125,7 @@ def shard(
     if ranks.layout.tp > 1:
         use_tensor_parallel(model, plan, ranks.tp_group)
     inner = next(name for name, module in network.named_modules() if module is model)
-    spread = _Spread(network, ranks, _within(plan, f"{inner}."), _kept_type(dtype, trainable))
+    spread = _Spread(network, ranks, _within(plan, f"{inner}."), _kept_type(dtype, trainable), filled)
     mesh = ranks.shard_mesh
     wide = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide) if trainable and wide != dtype else None
@@ -159,12 +161,14 @@ def _within(plan: TensorPlan, prefix: str) -> TensorPlan:
 class _Spread:
     """Gives each rank its slice of parameters, module by module, and everyone rank 0's buffers."""
 
-    def __init__(self, network: nn.Module, ranks: Ranks, plan: TensorPlan, kept: torch.dtype) -> None:
+    def __init__(
+        self, network: nn.Module, ranks: Ranks, plan: TensorPlan, kept: torch.dtype, filled: bool
+    ) -> None:
         self._ranks, self._plan, self._kept = ranks, plan, kept
         self._names: dict[int, str] = {}
         for name, parameter in network.named_parameters():
             self._names.setdefault(id(parameter), name)
-        self._handed_out = ranks.any(any(p.is_meta for p in network.parameters()))
+        self._handed_out = filled and ranks.any(any(p.is_meta for p in network.parameters()))
         self._new: dict[int, nn.Parameter] = {}
         self._old: list[nn.Parameter] = []
         self.known: dict[str, tuple[tuple[int, ...], int | None, bool]] = {}
@@ -196,10 +200,8 @@ class _Spread:
     def _whole(self, tensor: Tensor) -> Tensor:
         """The whole tensor on this rank's device."""
         device = self._ranks.device
-        if not self._handed_out:
-            return tensor.to(device)
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
-        return self._ranks.broadcast(here.contiguous())
+        return self._ranks.broadcast(here.contiguous()) if self._handed_out else here
 
 
 @torch.no_grad()
