@@ -149,6 +149,12 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
+def write(path: Path, machine: str, runs: Sequence[Run]) -> None:
+    """All curves and the table as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine, "table": table(runs), "runs": runs}, indent=1), encoding="utf-8")
+
+
 def main() -> None:
     """Run all and print the table; exits with 1 when a run failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -161,19 +167,20 @@ def main() -> None:
     options = parser.parse_args()
     flags = ["--model.device", options.device]
     flags += [part for pair in options.set for part in (f"--{pair.partition('=')[0]}", pair.partition("=")[2])]
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {options.device}"
+    machine += f", {options.workers} runs at once, a thread each"
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.workers) as pool:
         folder = Path(name)
         make_models(folder, options.seeds)
         # seeds outside: what was done when somebody gives up is a whole table of fewer seeds
         todo = [(estimator, seed) for seed in options.seeds for estimator in options.estimators]
         start = functools.partial(run_once, folder=folder, flags=flags)
-        runs = list(pool.map(lambda pair: start(*pair), todo))
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {options.device}"
-    text = f"{machine}, {options.workers} runs at once, a thread each\n\n{table(runs)}"
-    print(text)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"runs": runs, "table": text}, indent=1), encoding="utf-8")
+        runs: list[Run] = []
+        for run in pool.map(lambda pair: start(*pair), todo):
+            runs.append(run)
+            if options.json:  # after every run: what is done is not lost when the rest is stopped
+                write(options.json, machine, runs)
+    print(f"{machine}\n\n{table(runs)}")
     if any("error" in run for run in runs):
         raise SystemExit(1)
 

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 from limes.checkpoints import remove_unfinished
 from limes.cluster.handles import RolloutManagerHandle
 from limes.cluster.local import RoleEnded
+from limes.cluster.placement import Placements
 from limes.config import Config, Resolved
 from limes.config.counting import num_of
 from limes.engine.protocol import EngineError
 from limes.rollout import NoGroupsLeft
 from limes.run import Console
 from limes.run.tracking import Tracking, init_tracking
+from limes.weights.names import WeightError
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
@@ -28,10 +30,10 @@ class Disposable(Protocol):
 
 
 class Roles:
-    """The roles of a run, to be ended together."""
+    """The roles of a run, to be ended together, and then their places."""
 
-    def __init__(self, tracking: Tracking) -> None:
-        self._tracking = tracking
+    def __init__(self, tracking: Tracking, placements: Placements) -> None:
+        self._tracking, self._placements = tracking, placements
         self._roles: list[Disposable] = []
 
     def add(self, *roles: Disposable | None) -> None:
@@ -45,6 +47,7 @@ class Roles:
             if isinstance(outcome, Exception):
                 notes = " ".join(getattr(outcome, "__notes__", ()))
                 self._tracking.console.warn(f"while ending the run: {outcome!r} {notes}".rstrip())
+        await asyncio.to_thread(self._placements.close)
         remove_unfinished(self._tracking.folder.checkpoints)
 
 
@@ -96,7 +99,7 @@ def run_to_the_end(
             outcome, code = "done", DONE
         except KeyboardInterrupt:
             outcome, code = "interrupted", INTERRUPTED
-        except (EngineError, NoGroupsLeft, RoleEnded) as error:
+        except (EngineError, NoGroupsLeft, RoleEnded, WeightError) as error:
             outcome, code = f"failed: {error}", FAILED
         except ValueError:
             outcome = "refused"  # its message is for the user and comes from whoever catches it

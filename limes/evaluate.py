@@ -29,8 +29,10 @@ ROWS = (
 
 async def evaluate_model(config: Config, tracking: Tracking, *, k: Sequence[int] | None = None) -> None:
     """Answer the evaluation prompts and print rewards and pass@k with their 95% intervals."""
-    placements = create_placement_groups(config)
-    roles = Roles(tracking)
+    cluster = config.cluster.model_copy(update={"debug_rollout_only": True})
+    config = config.model_copy(update={"cluster": cluster})  # nobody trains
+    placements = create_placement_groups(config, tracking)
+    roles = Roles(tracking, placements)
     try:
         manager, _ = await create_rollout_manager(config, placements["rollout"], tracking, ks=k)
         roles.add(manager)

@@ -111,3 +111,8 @@ class TrainShard:
     rewards: list[float | None]
     group_ids: list[int]
     num_trained_tokens: list[int]
+
+
+def step_bounds(num_samples: int, num_steps: int) -> list[int]:
+    """Borders of the global positions of each optimizer step of a rollout."""
+    return [round(i * num_samples / num_steps) for i in range(num_steps + 1)]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from limes.checkpoints import save_checkpoint
+from limes.cluster.handles import RolloutManagerHandle, TrainGroup
+from limes.cluster.memory import MemoryPlan, memory_plan
 from limes.cluster.placement import create_placement_groups
 from limes.cluster.resume import refuse_unusable_checkpoint
-from limes.cluster.roles import OFFLOAD_TAGS, create_rollout_manager, create_training_models
+from limes.cluster.roles import create_rollout_manager, create_training_models
 from limes.config import Config, Resolved
 from limes.driver import Roles, run_to_the_end, show_samples, with_num_rollout
 from limes.periodic import should_run_periodic_action
@@ -15,8 +19,9 @@ from limes.run.tracking import Tracking
 async def train(config: Config, tracking: Tracking) -> None:
     """Train the model of `config`, or evaluate it when `rollout.num_rollout` is 0."""
     refuse_unusable_checkpoint(config)
-    placements = create_placement_groups(config)
-    roles = Roles(tracking)
+    plan = memory_plan(config)
+    placements = create_placement_groups(config, tracking)
+    roles = Roles(tracking, placements)
     try:
         # first: it knows how many prompts there are, and so how long the run is
         manager, num_rollout_per_epoch = await create_rollout_manager(config, placements["rollout"], tracking)
@@ -27,9 +32,7 @@ async def train(config: Config, tracking: Tracking) -> None:
         roles.add(actor, critic)
 
         # always before anything is generated: the trainer's weights may be those of a checkpoint
-        await manager.onload_weights()
-        await actor.update_weights()
-        await manager.onload_kv()
+        await hand_over(actor, manager, plan, check=config.weights.check_update_equal)
 
         if num_rollout == 0:
             await manager.eval(0)
@@ -42,7 +45,9 @@ async def train(config: Config, tracking: Tracking) -> None:
 
             tracking.step_begins(rollout_id)
             shards = await manager.generate(rollout_id)
-            await manager.offload(OFFLOAD_TAGS)
+
+            if plan.offload_rollout:
+                await manager.offload(plan.rollout_tags)
 
             critic_only = rollout_id < config.critic.num_critic_only_steps
             if critic is None:
@@ -63,15 +68,12 @@ async def train(config: Config, tracking: Tracking) -> None:
                 folder, notice = tracking.folder.checkpoints, tracking.console.notice
                 await save_checkpoint(models, manager, rollout_id, folder, force_sync=is_last, notice=notice)
 
-            await actor.clear_memory()
-            if critic is not None:
-                await critic.clear_memory()
+            if critic is None or not config.cluster.colocate_critic:  # or each has made room for the other by itself
+                await make_room([critic] if critic_only else [critic, actor], actor, plan)
 
-            # KV cache and graphs come last: they need the room that training used, and the new weights in place
-            await manager.onload_weights()
-            if not critic_only:
-                await actor.update_weights()
-            await manager.onload_kv()
+            # engines that gave up memory get new weights in any case: graphs are captured anew on what is there
+            if not critic_only or plan.offload_rollout:
+                await hand_over(actor, manager, plan)
             tracking.step_ends(rollout_id)
 
             # an evaluation is named after the rollout that its weights would sample
@@ -81,6 +83,27 @@ async def train(config: Config, tracking: Tracking) -> None:
         await show_samples(manager, config, tracking, "after training")
     finally:
         await roles.dispose()
+
+
+async def make_room(trained: Sequence[TrainGroup | None], actor: TrainGroup, plan: MemoryPlan) -> None:
+    """Let the trainers leave the device to the engines, or at least give back what they do not use."""
+    if not plan.offload_train:
+        return await actor.clear_memory()
+    for group in trained:
+        if group is not None:
+            await group.offload()
+
+
+async def hand_over(actor: TrainGroup, manager: RolloutManagerHandle, plan: MemoryPlan, *, check: bool = False) -> None:
+    """Give the engines the trainer's weights. KV cache and graphs come last: they need the room that the hand-over
+    used, and the new weights in place."""
+    if plan.offload_rollout:
+        await manager.onload_weights()
+    await actor.update_weights()
+    if check:
+        await manager.check_weights("compare")
+    if plan.offload_rollout:
+        await manager.onload_kv()
 
 
 def run_train(resolved: Resolved) -> int:

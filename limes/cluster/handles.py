@@ -8,23 +8,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from limes.cluster.local import LocalActor
-from limes.cluster.ref import Ref
+from limes.cluster.ref import Actor, Ref
 from limes.records import Sample
 from limes.rollout import Report
 from limes.run.tracking import Tracking
+from limes.weights.messages import CheckWeights
+from limes.weights.names import WeightError
+from limes.weights.receiver import CheckAction
 
 
 class RolloutManagerHandle:
-    """The rollout manager, see `limes.rollout.RolloutManager`."""
+    """The rollout manager, see `limes.rollout.RolloutManager`.
 
-    def __init__(self, actor: LocalActor, tracking: Tracking) -> None:
-        self._actor = actor
+    Attributes:
+        num_ranks: data-parallel ranks of the actor.
+        engines: roles of engines in processes of their own; they end with the manager.
+    """
+
+    def __init__(self, actor: Actor, tracking: Tracking, engines: Sequence[Actor] = ()) -> None:
+        self._actor, self.engines = actor, engines
         self._tracking = tracking
+        self.num_ranks = 1
+
+    async def ready(self) -> None:
+        """Wait until it is built; raises what its construction raised."""
+        await self._actor.ready()
 
     async def generate(self, rollout_id: int) -> Sequence[Any]:
         """Sample one rollout; the shard, or a ref to it, of each data-parallel rank of the actor."""
-        shards = await self._call("generate", rollout_id=rollout_id)
+        ranks = {} if self.num_ranks == 1 else {"num_ranks": self.num_ranks}
+        shards = await self._call("generate", rollout_id=rollout_id, **ranks)
         report: Report = await self._actor.call("report")
         self._tracking.record(rollout_id, report.metrics, report.remarks)
         return shards
@@ -55,6 +68,20 @@ class RolloutManagerHandle:
         """Take back the KV cache, then the graphs."""
         await self._call("onload_kv")
 
+    async def check_weights(self, action: CheckAction) -> None:
+        """Whether updates reach every weight: `snapshot`, `scramble`, then an update of the same weights, `compare`.
+
+        Raises:
+            WeightError: `compare` finds weights that differ; names them.
+        """
+        with self._tracking.span("rollout.check_weights"):
+            found = await asyncio.gather(*(engine.call("weights", CheckWeights(action)) for engine in self.engines))
+        differing = [
+            f"{engine.name}: {', '.join(names)}" for engine, names in zip(self.engines, found, strict=True) if names
+        ]
+        if differing:
+            raise WeightError(f"an update did not reach all weights of {'; '.join(differing)}")
+
     async def save(self, rollout_id: int, folder: Path) -> None:
         """Write the place in the data into a checkpoint folder."""
         await self._call("save", rollout_id=rollout_id, folder=folder)
@@ -69,7 +96,8 @@ class RolloutManagerHandle:
             if self._actor.alive:
                 await self._call("dispose")
         finally:
-            await asyncio.to_thread(self._actor.close)
+            actors = [self._actor, *self.engines]
+            await asyncio.gather(*(asyncio.to_thread(actor.close) for actor in actors))
 
     async def _call(self, method: str, *args: Any, **named: Any) -> Any:
         with self._tracking.span(f"rollout.{method}", **about(named)):
@@ -86,10 +114,23 @@ class TrainGroup:
 
     role = "actor"
 
-    def __init__(self, actors: Sequence[LocalActor], tracking: Tracking, start_rollout_id: int = 0) -> None:
+    def __init__(
+        self,
+        actors: Sequence[Actor],
+        tracking: Tracking,
+        start_rollout_id: int = 0,
+        *,
+        tells_updates: bool = False,
+    ) -> None:
         self._actors = actors
         self._tracking = tracking
+        self._tells_updates = tells_updates
+        self._latest: int | None = None
         self.start_rollout_id = start_rollout_id
+
+    async def ready(self) -> None:
+        """Wait until all workers are built; raises what their construction raised."""
+        await asyncio.gather(*(actor.ready() for actor in self._actors))
 
     async def train(
         self, rollout_id: int, shards: Sequence[Any], external_data: Sequence[Ref] | None = None
@@ -98,6 +139,7 @@ class TrainGroup:
         with self._tracking.span(f"{self.role}.train", rollout_id=rollout_id):
             metrics, *_ = await asyncio.gather(*self.submit_train(rollout_id, shards, external_data))
         self._tracking.record(rollout_id, metrics)
+        self._latest = rollout_id
         return metrics
 
     def submit_train(
@@ -109,21 +151,32 @@ class TrainGroup:
             external_data: one ref a worker: the critic's values for the actor, the actor's KL for the critic. A worker
                 starts when its own is there.
         """
-        assert len(shards) == len(self._actors), f"{len(shards)} shards for {len(self._actors)} workers"
-        extras: Sequence[tuple[Ref, ...]] = [(ref,) for ref in external_data or ()] or [()] * len(shards)
+        extras: Sequence[tuple[Ref, ...]] = [(ref,) for ref in external_data or ()] or [()] * len(self._actors)
         return [
             actor.call("train", rollout_id, shard, *extra)
-            for actor, shard, extra in zip(self._actors, shards, extras, strict=True)
+            for actor, shard, extra in zip(self._actors, self._own(shards), extras, strict=True)
         ]
 
     def submit_kl(self, rollout_id: int, shards: Sequence[Any]) -> list[Ref]:
         """Start computing the KL to the reference that is in the reward, for the critic: one ref a worker."""
-        return [actor.call("compute_kl", rollout_id, shard) for actor, shard in zip(self._actors, shards, strict=True)]
+        own = zip(self._actors, self._own(shards), strict=True)
+        return [actor.call("compute_kl", rollout_id, shard) for actor, shard in own]
 
     async def update_weights(self) -> int:
         """Give the engines the weights as they are now; returns their version."""
         version, *_ = await self._all("update_weights")
+        if self._tells_updates:
+            metrics = await self._actors[0].call("update_report")
+            self._tracking.record(self.start_rollout_id if self._latest is None else self._latest, metrics)
         return version
+
+    async def offload(self) -> None:
+        """Leave the device."""
+        await self._all("offload")
+
+    async def onload(self) -> None:
+        """Come back to it."""
+        await self._all("onload")
 
     async def clear_memory(self) -> None:
         """Let go of what training leaves behind on the device."""
@@ -142,6 +195,12 @@ class TrainGroup:
         gc.unfreeze()
         await asyncio.gather(*(asyncio.to_thread(actor.close) for actor in self._actors))
 
+    def _own(self, shards: Sequence[Any]) -> list[Any]:
+        """The shard of each worker; neighbours share one where their ranks share samples."""
+        assert len(self._actors) % len(shards) == 0, f"{len(shards)} shards for {len(self._actors)} workers"
+        each = len(self._actors) // len(shards)
+        return [shards[rank // each] for rank in range(len(self._actors))]
+
     async def _all(self, method: str, *args: Any, **named: Any) -> list[Any]:
         with self._tracking.span(f"{self.role}.{method}", **about(named)):
             return await asyncio.gather(*(actor.call(method, *args, **named) for actor in self._actors))
@@ -157,7 +216,7 @@ class CriticGroup(TrainGroup):
 
     async def finish_train(self, rollout_id: int, values: Sequence[Ref]) -> dict[str, float]:
         """Wait for training that was submitted, and report it."""
-        await asyncio.gather(*values)
+        await asyncio.gather(*(ref.settled() for ref in values))
         metrics, *_ = await self._all("report")
         self._tracking.record(rollout_id, metrics)
         return metrics

@@ -118,8 +118,8 @@ def refuse_too_few(config: Config, layout: Layout, slots_of_nodes: Sequence[int]
     able = sum(slots >= each for slots in slots_of_nodes)
     if layout.actor and able < config.cluster.actor_num_nodes:
         raise ValueError(
-            f"cluster.actor_num_nodes = {config.cluster.actor_num_nodes} with cluster.actor_num_gpus_per_node = {each}: "
-            f"{has}, and {able} of them with {num_of(each, kind)} or more; ask for fewer"
+            f"cluster.actor_num_nodes = {config.cluster.actor_num_nodes} with cluster.actor_num_gpus_per_node = "
+            f"{each}: {has}, and {able} of them with {num_of(each, kind)} or more; ask for fewer"
         )
 
 

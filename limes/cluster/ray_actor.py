@@ -75,6 +75,10 @@ class RayActor:
         """Of the `RoleHost`."""
         return self._handle
 
+    def free_port(self) -> tuple[str, int]:
+        """An address of the process that others can meet at."""
+        return ray.get(self._handle.free_port.remote())
+
     @property
     def alive(self) -> bool:
         """The role is built and takes calls."""
@@ -137,9 +141,9 @@ class RayActor:
         self.fail(RoleEnded(f"role '{self.name}' has ended (closed)"))
         ray.kill(self._handle, no_restart=True)
         for ref in self._failed:
-            error = ref.unseen_error()
-            if error is not None:
-                warnings.warn(f"{ref.role}.{ref.method} failed and nobody asked: {error!r}", stacklevel=2)
+            unseen = ref.unseen_error()
+            if unseen is not None:
+                warnings.warn(f"{ref.role}.{ref.method} failed and nobody asked: {unseen!r}", stacklevel=2)
         self._failed.clear()
         return True
 
@@ -157,7 +161,7 @@ class RayActor:
     def died(self, cause: RayActorError) -> None:
         """Find out what can be known of a death, on a thread of its own, and tell it."""
         with self._lock:
-            if self._is_dying:
+            if self._is_dying or self._ended is not None:
                 return
             self._is_dying = True
         threading.Thread(target=self._post_mortem, args=(cause,), name="limes-post-mortem", daemon=True).start()

@@ -96,7 +96,9 @@ class RoleHost:
             os.chdir(settings.folder)
         sys.path.extend(place for place in settings.search_path if place not in sys.path)
         import torch
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         torch.set_num_threads(settings.num_threads)
         for module in settings.imports:
             importlib.import_module(module)

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from limes.cluster.layout import Layout, Slot, refuse_too_few
+from limes.cluster.local import RoleEnded
 from limes.cluster.ray_host import HostSettings, RoleHost
 from limes.cluster.relay import Event, Replay
 from limes.config import Config
 from limes.run import Console
 
 ADDRESS = "RAY_ADDRESS"
+NICENESS = "RAY_worker_niceness"
 MAX_CONCURRENCY = 10_000
 POLL_S = 0.5
 
@@ -78,7 +80,11 @@ class RaySession:
             options["num_gpus" if self.kind == "GPU" else "num_cpus"] = share
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, slot.bundle)
         settings = HostSettings(
-            self.run_folder.absolute(), os.getcwd(), tuple(map(os.path.abspath, sys.path)), num_threads(), tuple(imports)
+            self.run_folder.absolute(),
+            os.getcwd(),
+            tuple(map(os.path.abspath, sys.path)),
+            num_threads(),
+            tuple(imports),
         )
         actor = RayActor(name, self._ray.remote(RoleHost).options(**options).remote(name, settings), parts=parts)
         actor.on_death = self.fail
@@ -92,6 +98,8 @@ class RaySession:
         Raises:
             ValueError: they do not come up within `cluster.start_timeout_s`.
         """
+        from ray.exceptions import RayActorError
+
         waiting = {actor.handle.describe.remote(): actor for actor in actors}
         limit = self.config.cluster.start_timeout_s
         with self.console.phase("start processes", len(waiting)) as phase:
@@ -99,7 +107,11 @@ class RaySession:
             while waiting:
                 done, _ = self._ray.wait(list(waiting), timeout=POLL_S)
                 for ref in done:
-                    waiting.pop(ref).info = self._ray.get(ref)
+                    actor = waiting.pop(ref)
+                    try:
+                        actor.info = self._ray.get(ref)
+                    except RayActorError as error:
+                        raise RoleEnded(f"the process of role '{actor.name}' did not start: {error}") from error
                     phase.advance()
                 passed += 0 if done else POLL_S
                 if waiting and passed > limit:
@@ -135,6 +147,7 @@ class RaySession:
             if address:
                 self._ray.init(address=address, **options)
             else:
+                os.environ.setdefault(NICENESS, "0")  # Ray's own choice lets whatever else runs here go first
                 num_cpus = max(os.cpu_count() or 1, layout.num_slots)
                 self._ray.init(num_cpus=num_cpus, include_dashboard=False, **options)
 
@@ -169,7 +182,7 @@ class RaySession:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         devices = range(num_slots) if self.kind == "CPU" else self._gpus(num_slots)
-        return [Slot(f"{addresses[nodes[i]]} {nodes[i]}", device, i) for i, device in zip(range(num_slots), devices)]
+        return [Slot(f"{addresses[nodes[i]]} {nodes[i]}", device, i) for i, device in enumerate(devices)]
 
     def _gpus(self, num_slots: int) -> list[int]:
         """The GPU of each bundle, asked for there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Generator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 
 class Ref:
@@ -66,6 +66,29 @@ class Ref:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             self._future.set_exception(error)
+
+
+class Actor(Protocol):
+    """A role that takes calls, wherever it runs."""
+
+    name: str
+
+    @property
+    def alive(self) -> bool:
+        """The role is built and takes calls."""
+        ...
+
+    def ready(self) -> Ref:
+        """Resolves when the role is built; raises what its construction raised."""
+        ...
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Ref:
+        """Start `role.method(*args, **kwargs)`, with refs among the arguments resolved first."""
+        ...
+
+    def close(self) -> bool:
+        """End the role."""
+        ...
 
 
 class _Settled:

@@ -126,7 +126,9 @@ class Replay:
             elif event.kind == "warn":
                 self._console.warn(event.text)
             elif event.kind == "begin":
-                opened = self._console.phase(event.text, event.total, detail=event.detail, at_once=event.at_once)
+                opened: AbstractContextManager[Phase] = self._console.phase(
+                    event.text, event.total, detail=event.detail, at_once=event.at_once
+                )
                 self._phases[event.key] = (opened, opened.__enter__())
             elif event.key in self._phases:
                 opened, phase = self._phases[event.key]

@@ -47,9 +47,7 @@ class EngineRole:
         from limes.weights import EngineWeights
 
         self.engine = start_engine(self.config, self.policy, longest_prompt)
-        self.weights_of_engine = EngineWeights(
-            self.engine, self.receiver, pause_mode=self.config.weights.pause_mode
-        )
+        self.weights_of_engine = EngineWeights(self.engine, self.receiver, pause_mode=self.config.weights.pause_mode)
         self._score = answer_scorer(self.config, self.policy, self.engine)
 
     async def weights(self, message: Message) -> Any:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from limes.cluster.compute import OnThread, on_a_passing_thread
 from limes.cluster.handles import CriticGroup, RolloutManagerHandle, TrainGroup
 from limes.cluster.local import LocalActor
-from limes.cluster.placement import Placement
+from limes.cluster.memory import memory_plan
+from limes.cluster.placement import Placement, Placements
 from limes.cluster.resume import load_checkpoint
 from limes.config import Config, batch_algebra
 from limes.config.model import ModelConfig
@@ -33,14 +34,11 @@ if TYPE_CHECKING:
     from limes.models.policy import Policy
     from limes.training.critic import CriticWorker
 
-OFFLOAD_TAGS = ("cuda_graph", "kv_cache")
-"""Engine memory that training may use meanwhile; the weights are the trainer's own."""
-
 
 async def create_rollout_manager(
     config: Config, placement: Placement, tracking: Tracking, *, ks: Sequence[int] | None = None
 ) -> tuple[RolloutManagerHandle, int | None]:
-    """Load model, data and grader, start the engine; its memory is offloaded when this returns.
+    """Load model, data and grader, and start the engines, which are offloaded where the plan says so.
 
     Returns:
         The manager and the rollouts of one epoch, None where nothing is trained.
@@ -48,11 +46,21 @@ async def create_rollout_manager(
     Raises:
         ValueError: something that the settings name cannot be had.
     """
-    actor = LocalActor("rollout", lambda: _build_manager(config, placement, tracking, ks))
-    manager = RolloutManagerHandle(actor, tracking)
+    if placement.processes:
+        from limes.cluster.ray_roles import start_manager
+
+        manager = start_manager(config, placement, tracking, ks)
+    else:
+        actor = LocalActor("rollout", lambda: _build_manager(config, placement, tracking, ks))
+        manager = RolloutManagerHandle(actor, tracking)
     try:
-        await actor.ready()
-        await manager.offload(OFFLOAD_TAGS)
+        await manager.ready()
+        if config.weights.check_update_equal:
+            await manager.check_weights("snapshot")
+            await manager.check_weights("scramble")
+        tags = memory_plan(config).rollout_tags
+        if tags:
+            await manager.offload(tags)
         num_prompts = await manager.num_prompts()
     except BaseException:
         await manager.dispose()
@@ -61,7 +69,7 @@ async def create_rollout_manager(
 
 
 async def create_training_models(
-    config: Config, placements: dict[str, Placement], manager: RolloutManagerHandle, tracking: Tracking
+    config: Config, placements: Placements, manager: RolloutManagerHandle, tracking: Tracking
 ) -> tuple[TrainGroup, CriticGroup | None]:
     """Start the actor's train worker on the manager's model, and the critic's on one of its own where the algorithm has
     one; with `checkpoint.load`, all go on from there.
@@ -69,14 +77,16 @@ async def create_training_models(
     Raises:
         ValueError: the checkpoint or the critic cannot be loaded, or the run it is of has nothing left to do.
     """
-    worker = LocalActor("actor", lambda: _build_worker(config, placements["actor"], tracking))
-    actor, critic = TrainGroup([worker], tracking), None
+    if placements["actor"].processes:
+        from limes.cluster.ray_roles import start_training
+
+        actor, critic = start_training(config, placements, manager, tracking)
+    else:
+        actor, critic = _start_training(config, placements, tracking)
     try:
-        await worker.ready()
-        if config.algorithm.advantage_estimator == "ppo":
-            second = LocalActor("critic", lambda: _build_critic(config, placements["critic"], tracking))
-            critic = CriticGroup([second], tracking)
-            await second.ready()
+        await actor.ready()
+        if critic is not None:
+            await critic.ready()
         if config.checkpoint.load is not None:
             await load_checkpoint(config, actor, critic, manager)
         gc.freeze()  # what is loaded by now stays; walking it in every collection costs up to a second a step
@@ -84,6 +94,17 @@ async def create_training_models(
         await asyncio.gather(*(group.dispose() for group in (actor, critic) if group is not None))
         raise
     return actor, critic
+
+
+def _start_training(
+    config: Config, placements: Placements, tracking: Tracking
+) -> tuple[TrainGroup, CriticGroup | None]:
+    worker = LocalActor("actor", lambda: _build_worker(config, placements["actor"], tracking))
+    actor = TrainGroup([worker], tracking)
+    if config.algorithm.advantage_estimator != "ppo":
+        return actor, None
+    second = LocalActor("critic", lambda: _build_critic(config, placements["critic"], tracking))
+    return actor, CriticGroup([second], tracking)
 
 
 async def _build_manager(
@@ -214,20 +235,28 @@ async def _build_worker(config: Config, placement: Placement, tracking: Tracking
 
 
 async def _build_critic(config: Config, placement: Placement, tracking: Tracking) -> OnThread:
-    engine = placement.shared.engine
+    policy, engine = placement.shared.policy, placement.shared.engine
     assert engine is not None, "the rollout manager is built first"
-    return OnThread(await engine.run(lambda: _load_critic(config, placement, tracking)), engine)
+    assert policy is not None
+    return OnThread(await engine.run(lambda: build_critic(config, policy.folder, tracking.console)), engine)
 
 
-def _load_critic(config: Config, placement: Placement, tracking: Tracking) -> CriticWorker:
+def build_critic(config: Config, folder: Path | None, console: Console) -> CriticWorker:
+    """The critic's worker.
+
+    Args:
+        folder: of the policy, which the critic starts from unless the settings say otherwise.
+    """
+    from limes.models.source import resolve_model
     from limes.models.value_head import load_value_model
     from limes.training.checkpoint import CRITIC, MODEL
     from limes.training.critic import CriticWorker
 
-    policy, console = placement.shared.policy, tracking.console
-    assert policy is not None, "the rollout manager is built first"
     path = config.critic.path
-    path = str(policy.folder) if path is None else model_inside(path, f"{CRITIC}/{MODEL}", MODEL)
+    if path is not None:
+        path = model_inside(path, f"{CRITIC}/{MODEL}", MODEL)
+    else:
+        path = str(folder or resolve_model(model_inside(config.model.path, MODEL), notice=console.notice))
     with console.phase("load critic", detail=path):
         model = load_value_model(config.model, path, notice=console.notice)
     return CriticWorker(model, config)

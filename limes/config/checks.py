@@ -9,6 +9,7 @@ from limes.config.algorithm_checks import ALGORITHM, check_aggregation
 from limes.config.cluster_checks import CLUSTER
 from limes.config.counting import num_of
 from limes.config.derived import effective, value_of
+from limes.config.parallel_checks import PARALLEL
 from limes.config.sft_checks import SFT
 from limes.config.weight_checks import WEIGHTS
 
@@ -144,6 +145,7 @@ ALWAYS: tuple[Check, ...] = (
     _grader_of_groups,
     *WEIGHTS,
     *CLUSTER,
+    *PARALLEL,
 )
 COMMON: tuple[Check, ...] = (_steps_divide, _schedule, check_aggregation)
 POLICY: tuple[Check, ...] = (_over_sampling, _one_policy, _critic_has_ppo, *ALGORITHM)

@@ -2,9 +2,13 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from limes.config.base import Section
+
+
+OffloadLevel = Literal["kv_cache", "weight"]
+LEVELS: tuple[OffloadLevel, ...] = ("kv_cache",)
 
 
 class ClusterConfig(Section):
@@ -45,7 +49,7 @@ class ClusterConfig(Section):
     offload_rollout: bool | None = None
     """Engines let go of memory while the trainer works; default: where they are colocated."""
 
-    offload_rollout_level: list[Literal["kv_cache", "weight"]] = ["kv_cache"]
+    offload_rollout_level: list[OffloadLevel] = Field(default_factory=lambda: list(LEVELS))
     """What they let go of, beside captured graphs. `weight` is for engines with weights of their own."""
 
     offload_train: bool | None = None

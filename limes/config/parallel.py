@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from limes.config.trainer import TrainerConfig
 
+SETTINGS = ("tensor_model_parallel_size", "context_parallel_size", "dp_replicate_size")
+"""Under `trainer`: what the ranks are divided by; the others shard the model."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
@@ -42,16 +45,12 @@ def lay_out(num_ranks: int, trainer: TrainerConfig) -> RankLayout:
     Raises:
         ValueError: the settings do not divide the ranks.
     """
-    tp, cp, replicas = (
-        trainer.tensor_model_parallel_size,
-        trainer.context_parallel_size,
-        trainer.data_parallel_replicate_size,
-    )
+    tp, cp, replicas = (int(getattr(trainer, name)) for name in SETTINGS)
     unit = tp * cp * replicas
     if num_ranks % unit:
         raise ValueError(
             f"trainer.tensor_model_parallel_size {tp} x trainer.context_parallel_size {cp} x "
-            f"trainer.data_parallel_replicate_size {replicas} = {unit} does not divide the {num_ranks} ranks of the "
+            f"trainer.dp_replicate_size {replicas} = {unit} does not divide the {num_ranks} ranks of the "
             f"trainer; use a multiple of {unit} ranks, or make one of the three smaller"
         )
     return RankLayout(replicas, num_ranks // unit, cp, tp)

@@ -59,5 +59,5 @@ class TrainerConfig(Section):
     context_parallel_size: PositiveInt = 1
     """Ranks that share the tokens of each micro-batch, for long sequences."""
 
-    data_parallel_replicate_size: PositiveInt = 1
+    dp_replicate_size: PositiveInt = 1
     """Whole copies of the model, each sharded over the ranks that are left; 1 shards it over all of them."""

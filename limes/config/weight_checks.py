@@ -16,6 +16,7 @@ READ_BY = MappingProxyType(
         "host": ("broadcast",),
         "disk_dir": ("disk", "delta"),
         "keep_files": ("disk", "delta"),
+        "check_update_equal": ("ipc", "broadcast", "disk", "delta"),
         "timeout_s": ("ipc", "broadcast", "disk", "delta"),
     }
 )
@@ -49,4 +50,12 @@ def _settings_of_the_transport(config: Config) -> Iterator[str]:
             )
 
 
-WEIGHTS = (_shared_in_one_process, _settings_of_the_transport)
+def _check_needs_the_same_weights(config: Config) -> Iterator[str]:
+    if config.weights.check_update_equal and config.checkpoint.load is not None:
+        yield (
+            "weights.check_update_equal = true compares with the weights of model.path, and checkpoint.load replaces "
+            "them; leave one out"
+        )
+
+
+WEIGHTS = (_check_needs_the_same_weights, _shared_in_one_process, _settings_of_the_transport)

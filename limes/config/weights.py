@@ -31,5 +31,9 @@ class WeightsConfig(Section):
     keep_files: bool = False
     """Keep the files of `disk` and `delta`; else each goes as soon as the engines have read it."""
 
+    check_update_equal: bool = False
+    """At the start of a run, turn the engines' weights into noise, update them, and end the run with the names of those
+    that are not what they were."""
+
     timeout_s: PositiveFloat = 300.0
     """Seconds that an engine may take for a step of an update before the run ends."""

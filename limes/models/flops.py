@@ -18,12 +18,3 @@ def dense_tokens(settings: Any) -> float:
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
     weights = hidden * head_dim * 2 * (heads + key_heads) + 3 * hidden * inner
     return weights / (2 * heads * head_dim)  # 2 operations a weight, against 4 a head size and token of the text
-
-
-def text_cost(start: int, end: int, dense: float) -> float:
-    """Cost of the tokens at positions `start .. end - 1`, in tokens that have no text before them.
-
-    Args:
-        dense: `dense_tokens` of the model.
-    """
-    return (end - start) + (end * (end - 1) - start * (start - 1)) / (2 * dense)

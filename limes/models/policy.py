@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from limes.models.attention import AttentionPlan, use_limes_attention
 from limes.models.cpu_linear import use_cpu_linears
 from limes.models.log_probs import LogProbs
+
+
+class TextModel(Protocol):
+    """What prompts and answers have to know of a model; a policy is one."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer, chat template included."""
+        ...
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+        ...
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest sequence in tokens."""
+        ...
 
 
 @dataclass

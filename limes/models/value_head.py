@@ -29,12 +29,12 @@ class ValueNetwork(nn.Module):
         self.backbone, self.head = backbone, head
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, head_rows_P: Tensor) -> Tensor:
-        """`[P]` in the head's type. The sampling temperature has no part in it."""
+        """`[P, 1]` in the head's type. The sampling temperature has no part in it."""
         output = self.backbone(
             input_ids=token_ids_N[None], position_ids=positions_N[None], use_cache=False, attention_plan=plan
         )
         hidden_PE = output.last_hidden_state[0].index_select(0, head_rows_P)
-        return self.head(hidden_PE.to(self.head.weight.dtype)).squeeze(-1)
+        return self.head(hidden_PE.to(self.head.weight.dtype))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Log-probs and entropies where each rank has some rows of the LM head; see `limes.models.lm_head` for one that has all.
+"""Log-probs and entropies where each rank has some rows of the LM head; `limes.models.lm_head` is for one with all.
 
 A chunk's peak, its sum of exponentials, the chosen logits and the entropies are put together over the ranks; logits
 themselves never travel.

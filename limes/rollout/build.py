@@ -17,11 +17,11 @@ from limes.rollout.sampling import Sampler
 from limes.run import Console
 
 if TYPE_CHECKING:
-    from limes.models.policy import Policy
+    from limes.models.policy import TextModel
 
 
 def build_rollout_manager(
-    config: Config, policy: Policy, engine: Engine, prompts: Prompts, *, samples_folder: Path, console: Console
+    config: Config, policy: TextModel, engine: Engine, prompts: Prompts, *, samples_folder: Path, console: Console
 ) -> RolloutManager:
     """Start the grader and put the manager together.
 

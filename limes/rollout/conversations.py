@@ -21,7 +21,7 @@ from limes.rollout.evaluation import EvalSet, eval_seed
 from limes.run import Console
 
 if TYPE_CHECKING:
-    from limes.models.policy import Policy
+    from limes.models.policy import TextModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Conversations:
     longest: int
 
 
-def load_conversations(config: Config, policy: Policy, console: Console) -> Conversations:
+def load_conversations(config: Config, policy: TextModel, console: Console) -> Conversations:
     """Load and tokenise the conversations to train on and those of the evaluation.
 
     Raises:
@@ -75,7 +75,7 @@ def _questions(conversations: Sequence[Conversation], room: int) -> list[Encoded
     ]
 
 
-def _encode(rows: PromptSet, policy: Policy, config: Config, room: int, console: Console) -> EncodedConversations:
+def _encode(rows: PromptSet, policy: TextModel, config: Config, room: int, console: Console) -> EncodedConversations:
     renderer = PromptRenderer(policy.tokenizer, config.data)
     with console.phase("tokenise", len(rows.rows), detail=rows.name) as phase:
         return encode_conversations(

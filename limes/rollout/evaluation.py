@@ -54,13 +54,16 @@ def default_ks(n_samples_per_prompt: int) -> list[int]:
 async def evaluate(questions: EvalSet, sampler: Sampler) -> list[Group]:
     """Answer every prompt; groups in the order of the prompts."""
     groups = [new_group(questions, number) for number in range(len(questions.prompts))]
-    tasks = [
-        asyncio.create_task(
-            sampler.complete_group(group, [SampleKey(questions.seed, 0, sample.index) for sample in group])
-        )
-        for group in groups
-    ]
+    tasks: dict[asyncio.Task[None], Group] = {}
+
+    def start() -> dict[asyncio.Task[None], Group]:
+        for group in groups:
+            keys = [SampleKey(questions.seed, 0, sample.index) for sample in group]
+            tasks[asyncio.create_task(sampler.complete_group(group, keys))] = group
+        return tasks
+
     try:
+        await sampler.submit_together(start)
         await asyncio.gather(*tasks)
     finally:
         await sampler.stop([task for task in tasks if not task.done()])

@@ -103,6 +103,7 @@ class GroupLoop:
             NoGroupsLeft: the filter dropped `max_dropped` groups and the rollout is not full.
         """
         try:
+            await self._sampler.submit_together(self._draw)
             while not self._decide():
                 self._draw()
                 done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -112,20 +113,24 @@ class GroupLoop:
             await self._return_surplus()
         return self._collected
 
-    def _draw(self) -> None:
-        """Draw as many groups as are missing. Past the most that can be needed nothing is drawn."""
+    def _draw(self) -> dict[asyncio.Task[None], Group]:
+        """Draw as many groups as are missing; the tasks that complete them. Past the most that can be needed nothing is
+        drawn."""
         num_alive = sum(drawn.verdict is None or drawn.verdict[0] for drawn in self._drawn)
         most = max(self._num_in_flight, self._batch_size + self._max_dropped)
         num_missing = min(self._num_in_flight - num_alive, most - len(self._drawn))
         if num_missing <= 0:
-            return
+            return {}
+        tasks: dict[asyncio.Task[None], Group] = {}
         for original in self._source.next_groups(num_missing):
             group = [fresh(sample) for sample in original]
             first = sum(len(drawn.group) for drawn in self._drawn)
             keys = [self._key(first + member) for member in range(len(group))]
             drawn = _Drawn(original, group)
             self._drawn.append(drawn)
-            self._tasks[asyncio.create_task(self._sampler.complete_group(group, keys))] = drawn
+            task = asyncio.create_task(self._sampler.complete_group(group, keys))
+            self._tasks[task], tasks[task] = drawn, group
+        return tasks
 
     def _judge(self, drawn: _Drawn, task: asyncio.Task[None]) -> None:
         task.result()  # the sampler marks samples instead of raising; anything raised here is a fault of ours

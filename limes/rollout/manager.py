@@ -217,6 +217,8 @@ class RolloutManager:
             reward_key=self.config.reward.key,
             truncated=self.config.algorithm.truncated,
             length_term=length_term_of(self.config),
+            num_steps=self.config.trainer.num_steps_per_rollout,
+            keep_groups=self.config.algorithm.advantage_estimator == "step_wise",
         )
 
     def _describe(self, found: CollectedGroups, shard: TrainShard, seconds: float) -> Report:

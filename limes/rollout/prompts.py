@@ -13,7 +13,7 @@ from limes.rollout.evaluation import EvalSet, default_ks, eval_seed
 from limes.run import Console
 
 if TYPE_CHECKING:
-    from limes.models.policy import Policy
+    from limes.models.policy import TextModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Prompts:
     longest: int
 
 
-def load_all_prompts(config: Config, policy: Policy, console: Console, ks: Sequence[int] | None = None) -> Prompts:
+def load_all_prompts(config: Config, policy: TextModel, console: Console, ks: Sequence[int] | None = None) -> Prompts:
     """Load and tokenise the training and the evaluation prompts.
 
     Args:
@@ -74,7 +74,7 @@ def max_prompt_len(config: Config, context_len: int, max_response_len: int, sett
 
 
 def _training_prompts(
-    config: Config, policy: Policy, console: Console
+    config: Config, policy: TextModel, console: Console
 ) -> tuple[PromptSet | None, EncodedPrompts | None]:
     """The training rows and, where something is trained, their token ids."""
     if config.rollout.num_rollout == 0:
@@ -87,7 +87,7 @@ def _training_prompts(
 
 
 def _evaluation_prompts(
-    config: Config, policy: Policy, training_set: PromptSet | None, console: Console
+    config: Config, policy: TextModel, training_set: PromptSet | None, console: Console
 ) -> EncodedPrompts:
     """The first `eval.num_prompts` rows of the evaluation data, or of the training data."""
     own = config.eval.prompt_data is not None or training_set is None
@@ -101,7 +101,7 @@ def _evaluation_prompts(
     return encoded
 
 
-def _encode(prompts: PromptSet, policy: Policy, config: Config, room: int, console: Console) -> EncodedPrompts:
+def _encode(prompts: PromptSet, policy: TextModel, config: Config, room: int, console: Console) -> EncodedPrompts:
     renderer = PromptRenderer(policy.tokenizer, config.data)
     with console.phase("tokenise", len(prompts.rows), detail=prompts.name) as phase:
         return encode_prompts(prompts, renderer, room, progress=phase.update)

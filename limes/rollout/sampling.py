@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from limes.engine.protocol import Engine, FinishReason, GenerateRequest, GenerateResult, SampleKey, SamplingParams
-from limes.records import Sample, Status
+from limes.engine.protocol import (
+    Engine,
+    EngineError,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    SampleKey,
+    SamplingParams,
+)
+from limes.records import Group, Sample, Status
 from limes.rewards import Grade, Grader, scalar_reward
 from limes.rollout.filters import outcome_reward
 
@@ -35,6 +43,7 @@ class Sampler:
         purpose: first word of request ids, such as `rollout`.
         on_sample: called with each sample that is done, well or not.
         in_flight: ids of the requests that the engine is working on.
+        num_submitted: how many answers were asked for so far.
     """
 
     engine: Engine
@@ -47,6 +56,23 @@ class Sampler:
     purpose: str = "rollout"
     on_sample: Callable[[Sample], None] = lambda sample: None
     in_flight: set[str] = field(default_factory=set)
+    num_submitted: int = 0
+
+    async def submit_together(self, start: Callable[[], Mapping[asyncio.Task[None], Group]]) -> None:
+        """Start tasks that complete groups, while the engine stands still until it has the requests of all.
+
+        So which answers run together does not depend on how long requests take to the engine, and neither does the
+        last bit of a log-prob.
+        """
+        held = await self._hold()
+        try:
+            before, tasks = self.num_submitted, start()
+            num = sum(map(len, tasks.values()))
+            while self.num_submitted - before < num and not all(task.done() for task in tasks):
+                await asyncio.sleep(0)
+        finally:
+            if held:
+                await self.engine.resume()
 
     async def complete_group(self, group: Sequence[Sample], keys: Sequence[SampleKey]) -> None:
         """Sample and grade every answer of a group, in place."""
@@ -68,6 +94,14 @@ class Sampler:
         if request_ids:
             await self._abort(request_ids)
 
+    async def _hold(self) -> bool:
+        """Let the engine stand still; one that is gone says so with each answer."""
+        try:
+            await self.engine.pause("in_place")
+        except EngineError:
+            return False
+        return True
+
     async def _complete(self, sample: Sample, key: SampleKey, deadline: float) -> None:
         await self._answer(sample, key, deadline)
         if has_answer(sample):
@@ -77,6 +111,7 @@ class Sampler:
     async def _answer(self, sample: Sample, key: SampleKey, deadline: float) -> None:
         """Grow the sample until it ends; one that already has tokens goes on with what is left of its budget."""
         sampling = remaining_budget(self.sampling, sample.response_length)
+        self.num_submitted += 1  # seen by nobody before the request is on its way
         if sampling is None:
             sample.status = Status.TRUNCATED
             return

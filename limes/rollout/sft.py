@@ -16,13 +16,14 @@ from limes.records import Sample, Status, TrainShard
 from limes.rewards import Grade
 from limes.rollout.build import sampling_params
 from limes.rollout.conversations import Conversations
+from limes.rollout.deal import deal
 from limes.rollout.manager import Report, RolloutManager
 from limes.rollout.metrics import Metrics, length_metrics, mean
 from limes.rollout.sampling import Sampler
 from limes.run import Console, Last, Max, Mean, Sum, reduce, write_samples
 
 if TYPE_CHECKING:
-    from limes.models.policy import Policy
+    from limes.models.policy import TextModel
 
 Score = Callable[[Sequence[Sample]], Awaitable[list[float]]]
 """Log-probs of the samples' answer tokens under the current weights, samples end to end."""
@@ -94,7 +95,7 @@ class SftManager(RolloutManager):
         metrics = conversation_metrics(samples, "rollout")
         metrics |= {"rollout/epoch": Last(epoch), "perf/rollout_time_s": Max(time.perf_counter() - started)}
         self._report = Report(reduce([metrics]))
-        return supervised_shards(rollout_id, samples, num_ranks)
+        return supervised_shards(rollout_id, samples, num_ranks, self.config.trainer.num_steps_per_rollout)
 
     async def eval(self, rollout_id: int) -> Report:
         """The loss on held-out conversations, a mean over the tokens of all their answers, whatever their weights."""
@@ -147,24 +148,26 @@ def conversation_metrics(samples: Sequence[Sample], family: str) -> Metrics:
     return {f"{family}/{name}": value for name, value in metrics.items()}
 
 
-def supervised_shards(rollout_id: int, samples: Sequence[Sample], num_ranks: int = 1) -> list[TrainShard]:
-    """Deal samples out in turn, one shard a rank; all train, none has a reward."""
+def supervised_shards(
+    rollout_id: int, samples: Sequence[Sample], num_ranks: int = 1, num_steps: int = 1
+) -> list[TrainShard]:
+    """Deal samples out, one shard a rank; all train, none has a reward."""
     return [
         TrainShard(
             rollout_id=rollout_id,
-            samples=list(samples[rank::num_ranks]),
-            partition=list(range(rank, len(samples), num_ranks)),
+            samples=[samples[position] for position in partition],
+            partition=partition,
             rewards=[None] * len(samples),
             group_ids=[sample.group_index for sample in samples],
             num_trained_tokens=[sample.response_length for sample in samples],
         )
-        for rank in range(num_ranks)
+        for partition in deal(samples, range(len(samples)), num_ranks, num_steps=num_steps)
     ]
 
 
 def build_sft_manager(
     config: Config,
-    policy: Policy,
+    policy: TextModel,
     engine: Engine,
     conversations: Conversations,
     *,

@@ -8,6 +8,7 @@ from typing import Literal
 from limes.config import Config
 from limes.records import Sample, Status, TrainShard
 from limes.rewards import overlong_penalty, scalar_reward
+from limes.rollout.deal import deal
 from limes.rollout.sampling import has_answer
 
 Truncated = Literal["keep", "zero", "mask"]
@@ -23,11 +24,13 @@ def make_shards(
     reward_key: str | None = None,
     truncated: Truncated = "keep",
     length_term: LengthTerm | None = None,
+    num_steps: int = 1,
+    keep_groups: bool = False,
 ) -> list[TrainShard]:
-    """Cut a rollout into one shard a rank.
+    """Cut a rollout into one shard a rank; see `deal.deal` for who gets what.
 
     The position of a sample in `samples` is its global position. Samples that do not train are in no shard, but every
-    shard's global lists have their positions: no reward, no trained token. The others are dealt out in turn.
+    shard's global lists have their positions: no reward, no trained token.
     """
     rewards = [training_reward(sample, reward_key, truncated, length_term) for sample in samples]
     num_trained = [0 if reward is None else sum(s.loss_mask) for s, reward in zip(samples, rewards, strict=True)]
@@ -41,7 +44,7 @@ def make_shards(
             group_ids=[sample.group_index for sample in samples],
             num_trained_tokens=list(num_trained),
         )
-        for partition in (trained[rank::num_ranks] for rank in range(num_ranks))
+        for partition in deal(samples, trained, num_ranks, num_steps=num_steps, keep_groups=keep_groups)
     ]
 
 

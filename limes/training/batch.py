@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from limes.algorithms.estimators import Estimator, EstimatorInputs, EstimatorSettings, estimate
-from limes.records import Sample, TrainShard
+from limes.algorithms.whitening import Moments
+from limes.records import Sample, TrainShard, step_bounds
 from limes.training.estimator import steps_of
 
 
@@ -79,6 +80,7 @@ def make_batch(
     *,
     kl: Tensor | None = None,
     values: Tensor | None = None,
+    merge: Callable[[Moments], Moments] = lambda own: own,
 ) -> TrainBatch:
     """Tensors of a shard, advantages included.
 
@@ -87,6 +89,7 @@ def make_batch(
     Args:
         kl: `[T]` KL of the policy to the reference, for estimators that have it in their reward.
         values: `[T]` of the critic.
+        merge: from this rank's moments to those of all, for whitening.
     """
     lengths = [sample.response_length for sample in shard.samples]
     loss_mask = trained_mask(shard, device)
@@ -103,7 +106,7 @@ def make_batch(
         values=values,
         steps=steps_of(shard.samples),
     )
-    advantages, _ = estimate(estimator, inputs, settings)
+    advantages, _ = estimate(estimator, inputs, settings, merge=merge)
     return TrainBatch(shard.samples, lengths, loss_mask, mask, advantages.to(device), rollout_log_probs)
 
 
@@ -134,9 +137,8 @@ def optimizer_steps(shard: TrainShard, num_steps: int) -> list[tuple[list[int], 
         which nothing trains anywhere are left out.
     """
     num_samples = len(shard.num_trained_tokens)
-    bounds = [round(i * num_samples / num_steps) for i in range(num_steps + 1)]
     steps = []
-    for start, end in pairwise(bounds):
+    for start, end in pairwise(step_bounds(num_samples, num_steps)):
         own = [i for i, position in enumerate(shard.partition) if start <= position < end]
         trained = [num for num in shard.num_trained_tokens[start:end] if num > 0]
         if trained:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,9 @@ from limes.records import Sample, TrainShard
 from limes.training import checkpoint
 from limes.training.batch import optimizer_steps, trained_mask
 from limes.training.estimator import build_estimator
-from limes.training.optimizer import PolicyOptimizer
-from limes.training.packing import cut_micro_batches
+from limes.training.parallel.build import build_optimizer
+from limes.training.parallel.models import ranks_of
+from limes.training.ranks import Ranks
 from limes.training.schedule import learning_rate
 from limes.training.values import PackedValues
 
@@ -60,7 +60,8 @@ class CriticWorker:
         self.model, self.config = model, config
         self.num_steps_done = 0
         self._trainer = critic_trainer(config)
-        self.optimizer = PolicyOptimizer(model.named_parameters(), self._trainer)
+        self.ranks = ranks_of(model)
+        self.optimizer = build_optimizer(model, self._trainer)
         if config.trainer.gradient_checkpointing:
             enable_checkpointing(model.backbone)
         self._estimator, self._estimator_settings = build_estimator(config.algorithm)
@@ -85,10 +86,13 @@ class CriticWorker:
         for own, trained_tokens in optimizer_steps(shard, self.config.trainer.num_steps_per_rollout):
             total = float(sum(trained_tokens))
             for indices in self._cut([targets.samples[i] for i in own]):
-                value_backward(self._forward, targets, [own[i] for i in indices], total, self.config, metrics)
+                if indices:
+                    value_backward(self._forward, targets, [own[i] for i in indices], total, self.config, metrics)
+                else:
+                    self._forward.idle().backward()
                 self.optimizer.accumulate()
             self._optimizer_step(metrics)
-        self._report = metrics.summary(time.perf_counter() - started)
+        self._report = metrics.summary(time.perf_counter() - started, self.ranks)
         return {"values": [values.tolist() for values in targets.old_values]}
 
     def report(self) -> dict[str, float]:
@@ -106,7 +110,7 @@ class CriticWorker:
         own = folder / checkpoint.CRITIC
         self.model.save(own / checkpoint.MODEL)
         checkpoint.save_optimizer(own, self.optimizer)
-        (own / checkpoint.TRAINER).write_text(json.dumps({"num_steps_done": self.num_steps_done}), encoding="utf-8")
+        checkpoint.save_state(own, self.optimizer, {"num_steps_done": self.num_steps_done})
 
     def load(self, folder: Path) -> None:
         """Go on from what `save_model` wrote.
@@ -118,7 +122,7 @@ class CriticWorker:
         checkpoint.refuse_incomplete(own)
         self.model.load(own / checkpoint.MODEL)
         checkpoint.load_optimizer(own, self.optimizer)
-        self.num_steps_done = json.loads((own / checkpoint.TRAINER).read_text(encoding="utf-8"))["num_steps_done"]
+        self.num_steps_done = checkpoint.load_state(own)["num_steps_done"]
 
     @torch.no_grad()
     def _targets(self, shard: TrainShard, kl: Sequence[Sequence[float]] | None) -> ValueTargets:
@@ -137,7 +141,8 @@ class CriticWorker:
             kl=None if kl is None else torch.tensor([k for row in kl for k in row], dtype=values.dtype, device=device),
             values=values,
         )
-        _, returns = estimate(self._estimator, inputs, self._estimator_settings, dtype=values.dtype)
+        merge = self.ranks.merge_moments
+        _, returns = estimate(self._estimator, inputs, self._estimator_settings, merge=merge, dtype=values.dtype)
         cut = [list(tensor.split(lengths)) for tensor in (mask, values, returns)]
         return ValueTargets(shard.samples, *cut)
 
@@ -145,16 +150,18 @@ class CriticWorker:
         """Values of all tokens by the weights as they are, `[T]`."""
         found: dict[int, Tensor] = {}
         for indices in self._cut(samples):
+            if not indices:
+                self._forward.idle()
+                continue
             part = [samples[i] for i in indices]
             values = self._forward(part).split([sample.response_length for sample in part])
             found.update(zip(indices, values, strict=True))
+        self._forward.scored()
         nothing = torch.empty(0, device=self.model.device, dtype=self.model.head.weight.dtype)
         return torch.cat([nothing, *(found[i] for i in range(len(samples)))])
 
     def _cut(self, samples: Sequence[Sample]) -> list[list[int]]:
-        trainer = self.config.trainer
-        tokens = [sample.tokens for sample in samples]
-        return cut_micro_batches(tokens, trainer.max_tokens_per_micro_batch, share=trainer.share_prefixes)
+        return self._forward.plan(samples, self.config.trainer.max_tokens_per_micro_batch)
 
     def _optimizer_step(self, metrics: ValueMetrics) -> None:
         total = (self.config.rollout.num_rollout or 0) * self.config.trainer.num_steps_per_rollout
@@ -186,15 +193,21 @@ class ValueMetrics:
         self._norms.append(norm)
         self._losses.append(0.0)
 
-    def summary(self, seconds: float) -> dict[str, float]:
-        """Plain numbers; what nothing was counted for is left out. Loss and norm are means over steps."""
+    def summary(self, seconds: float, ranks: Ranks) -> dict[str, float]:
+        """Plain numbers; what nothing was counted for is left out. Loss and norm are means over steps.
+
+        All ranks make this call: tokens and losses are those of all of them.
+        """
+        own = {name: Part(part.value.cpu(), part.count.cpu(), part.is_max) for name, part in self._parts.items()}
+        parts = merge(ranks.gather(own))
+        loss = float(ranks.sum(torch.tensor(self._losses, dtype=torch.float64)).sum())
         finite = [norm for norm in self._norms if math.isfinite(norm)]
         num_steps = len(self._norms)
-        clipped = self._parts.get("value_clipfrac")
+        clipped = parts.get("value_clipfrac")
         found = {
-            "train/value_loss": sum(self._losses) / num_steps if num_steps else None,
+            "train/value_loss": loss / num_steps if num_steps else None,
             "train/value_clipfrac": None if clipped is None else clipped.result,
-            "train/explained_variance": self._explained_variance(),
+            "train/explained_variance": self._explained_variance(ranks),
             "train/critic_grad_norm": sum(finite) / len(finite) if finite else None,
             "train/critic_nonfinite_grads": float(num_steps - len(finite)),
             "train/critic_lr": self._lr,
@@ -202,12 +215,13 @@ class ValueMetrics:
         }
         return {name: value for name, value in found.items() if value is not None}
 
-    def _explained_variance(self) -> float | None:
-        targets = self._targets
-        if not targets.samples:
-            return None
-        old_values, returns, mask = (torch.cat(x) for x in (targets.old_values, targets.returns, targets.masks))
-        return value_loss.explained_variance(measure(returns - old_values, mask), measure(returns, mask))
+    def _explained_variance(self, ranks: Ranks) -> float | None:
+        targets, none = self._targets, torch.empty(0)
+        old_values, returns, mask = (
+            torch.cat(tensors or [none]) for tensors in (targets.old_values, targets.returns, targets.masks)
+        )
+        errors, all_returns = (ranks.merge_moments(measure(x, mask)) for x in (returns - old_values, returns))
+        return value_loss.explained_variance(errors, all_returns)
 
 
 def value_backward(

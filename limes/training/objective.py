@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from limes.algorithms import kl
@@ -97,18 +98,22 @@ class Objective:
         """Log-probs from before the first of `num_steps` optimizer steps must be had before it."""
         return self.rejects or (num_steps > 1 and not self._algorithm.use_rollout_log_probs)
 
-    def total(self, trained_tokens: Sequence[int], part: TrainBatch) -> StepTotal:
+    def total(
+        self, trained_tokens: Sequence[int], part: TrainBatch, over_ranks: Callable[[Tensor], Tensor] = lambda own: own
+    ) -> StepTotal:
         """The denominator of an optimizer step.
 
         Args:
             trained_tokens: trained tokens of each of the step's samples on all ranks, as their masks say.
             part: this rank's samples of the step, whose tokens without an engine log-prob, or rejected by the
                 correction, do not count.
+            over_ranks: from this rank's count of those to that of all.
         """
         planned = trained_lengths(part.loss_mask, part.lengths)
         actual = trained_lengths(self._training_mask(part), part.lengths)
-        lost = int(((planned > 0) & (actual == 0)).sum())
-        return StepTotal(sum(trained_tokens) - int((planned - actual).sum()), len(trained_tokens) - lost)
+        lost = torch.stack([(planned - actual).sum(), ((planned > 0) & (actual == 0)).sum()])
+        tokens, sequences = over_ranks(lost).tolist()
+        return StepTotal(sum(trained_tokens) - tokens, len(trained_tokens) - sequences)
 
     def __call__(self, batch: TrainBatch, outputs: TokenOutputs, total: StepTotal) -> BatchLoss:
         """This micro-batch's part of the step's loss."""

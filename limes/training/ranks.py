@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,7 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from limes.algorithms.whitening import Moments, merge_moments
-from limes.config.parallel import RankLayout
+from limes.config.parallel import RankLayout, lay_out
+from limes.config.trainer import TrainerConfig
+from limes.training.parallel.collectives import all_gather
 
 T = TypeVar("T")
 
@@ -52,6 +55,23 @@ class Ranks:
     def alone(cls) -> Ranks:
         """The only rank."""
         return cls(0, RankLayout(), torch.device("cpu"), None)
+
+    @classmethod
+    def from_environment(cls, trainer: TrainerConfig, device: torch.device, *, timeout_s: float = 1800.0) -> Ranks:
+        """Meet the other ranks where `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` say; alone without them.
+
+        Args:
+            trainer: says how so many ranks are laid out.
+
+        Raises:
+            ValueError: its settings do not divide them.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        layout = lay_out(size, trainer)
+        if size == 1:
+            return cls(0, layout, device, None)
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return cls.join(int(os.environ["RANK"]), layout, address=address, device=device, timeout_s=timeout_s)
 
     @classmethod
     def join(
@@ -216,11 +236,10 @@ class Ranks:
         """Moments of the union of the data-parallel ranks' values."""
         if self._dp_group is None:
             return moments
-        own = moments.pack().to(self.device)
-        table = own.new_empty(self.dp_size, len(own))
-        dist.all_gather_into_tensor(table, own, group=self._dp_group)
-        device = moments.count.device
-        return merge_moments(Moments.unpack(row.to(device)) for row in table)
+        own, device = moments.pack().to(self.device), moments.count.device
+        found = own.new_empty(self.dp_size * len(own))
+        all_gather(found, own, self._dp_group)
+        return merge_moments(Moments.unpack(part.to(device)) for part in found.split(len(own)))
 
     def from_first(self, value: T) -> T:
         """What rank 0 has."""

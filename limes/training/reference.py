@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from limes.config import Config
 from limes.models.policy import Policy
 from limes.records import Sample
-from limes.training.checkpoint import load_weights
-from limes.training.frozen import copy_frozen, load_frozen, scorer
+from limes.training.checkpoint import load_weights, save_weights
+from limes.training.frozen import copy_frozen, copy_weights, load_frozen, scorer
 
 FOLDER = "reference"
 """The reference's part of a checkpoint folder; there is one once it has been updated."""
@@ -47,20 +46,18 @@ class Reference:
         if self._own is None:
             self._own = copy_frozen(self._actor)
 
-    @torch.no_grad()
     def rollout_done(self, rollout_id: int) -> None:
         """Catch up with the actor where `algorithm.ref_update_interval` says so."""
         if self._interval is None or (rollout_id + 1) % self._interval:
             return
         self._updated = True
         if self._own is not None:
-            for own, current in zip(self._own.model.parameters(), self._actor.model.parameters(), strict=True):
-                own.copy_(current)
+            copy_weights(self._own, self._actor)
 
     def save(self, folder: Path) -> None:
         """Write what a run that goes on from `folder` could not know: weights from the middle of a run."""
         if self._updated:
-            (self._own or self._actor).model.save_pretrained(folder / FOLDER)
+            save_weights(folder / FOLDER, self._own or self._actor)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote; call it before the actor's weights are replaced."""

@@ -12,6 +12,7 @@ from limes.training.batch import TrainBatch
 from limes.training.forward import PackedForward, TokenOutputs
 from limes.training.objective import BatchLoss, Objective, StepTotal
 from limes.training.optimizer import PolicyOptimizer
+from limes.training.ranks import Ranks
 
 
 class StepMetrics:
@@ -47,6 +48,23 @@ class StepMetrics:
         self._num_computed += outputs.num_computed
         for sample, values in zip(batch.samples, outputs.log_probs.detach().split(batch.lengths), strict=True):
             self.log_probs[sample.index] = values.tolist()
+
+    def over(self, ranks: Ranks) -> StepMetrics:
+        """Those of all data-parallel ranks together; records stay with the rank that has the sample."""
+        if ranks.is_alone:
+            return self
+        whole = StepMetrics()
+        whole._norms, whole._lr, whole._losses = self._norms, self._lr, [0.0] * len(self._losses)
+        parts = {name: Part(part.value.cpu(), part.count.cpu(), part.is_max) for name, part in self._parts.items()}
+        own = (parts, self._losses, [gaps.cpu() for gaps in self._gaps], self._importance)
+        for parts, losses, gaps, importance in ranks.gather(own):
+            whole._parts = merge([whole._parts, parts])
+            whole._losses = [a + b for a, b in zip(whole._losses, losses, strict=True)]
+            whole._gaps += gaps
+            whole._importance += importance
+        counts = ranks.sum(torch.tensor([self._num_tokens, self._num_computed]))
+        whole._num_tokens, whole._num_computed = (int(num) for num in counts)
+        return whole
 
     def stepped(self, lr: float, norm: float) -> None:
         """Record an optimizer step; `norm` is the gradient's before clipping."""
@@ -91,9 +109,13 @@ def gradient_step(
     """Add up the gradient of one optimizer step.
 
     The denominator, `total`, is that of every sample of the step on every rank, so the cut into micro-batches changes
-    neither loss nor gradient.
+    neither loss nor gradient. An empty micro-batch takes part in what the ranks compute together.
     """
     for batch in micro_batches:
+        if not batch.samples:
+            forward.idle().backward()
+            optimizer.accumulate()
+            continue
         outputs = forward(batch.samples)
         part = objective(batch, outputs, total)
         part.loss.backward()

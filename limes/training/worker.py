@@ -22,11 +22,13 @@ from limes.training.estimator import build_estimator
 from limes.training.forward import PackedForward
 from limes.training.objective import Objective
 from limes.training.optimizer import PolicyOptimizer
-from limes.training.packing import cut_micro_batches
+from limes.training.parallel.build import build_optimizer, weight_source
+from limes.training.parallel.models import ranks_of
 from limes.training.schedule import learning_rate
 from limes.training.scores import TokenScorer
 from limes.training.sft import SftObjective, sft_batch
 from limes.training.step import StepMetrics, gradient_step
+from limes.weights.source import WeightSource
 
 
 class SharedWeightsEngine(Protocol):
@@ -57,7 +59,8 @@ class TrainWorker:
         self._engine, self._samples_folder = engine, samples_folder
         self.weight_version = 0
         self.num_steps_done = 0
-        self.optimizer = PolicyOptimizer(policy.model.named_parameters(), config.trainer)
+        self.ranks = ranks_of(policy)
+        self.optimizer: PolicyOptimizer = build_optimizer(policy, config.trainer)
         if config.trainer.gradient_checkpointing:
             enable_checkpointing(policy.model)
         self._forward = PackedForward(
@@ -87,10 +90,10 @@ class TrainWorker:
         started = time.perf_counter()
         batch = self._make_batch(rollout_id, shard, external_data)
         metrics = StepMetrics()
-        if batch.has_signal or self._objective.always_trains:
+        if self._objective.always_trains or self.ranks.any(batch.has_signal):
             for own, trained_tokens in optimizer_steps(shard, self.config.trainer.num_steps_per_rollout):
                 part = batch.select(own)
-                total = self._objective.total(trained_tokens, part)
+                total = self._objective.total(trained_tokens, part, self.ranks.sum)
                 if total.tokens == 0:
                     continue
                 micro_batches = [part.select(indices) for indices in self._cut(part)]
@@ -99,10 +102,10 @@ class TrainWorker:
         if self._reference is not None:
             self._reference.rollout_done(rollout_id)
         self._write_records(rollout_id, batch, metrics)
-        report = {"train/missing_log_probs": float(batch.num_missing)}
+        report = {"train/missing_log_probs": float(self.ranks.sum(torch.tensor(batch.num_missing)))}
         if not metrics.num_steps:
             return report | {"train/skipped": 1.0, "train/lr": self._learning_rate()}
-        return report | metrics.summary(time.perf_counter() - started)
+        return report | metrics.over(self.ranks).summary(time.perf_counter() - started)
 
     def compute_kl(self, rollout_id: int, shard: TrainShard) -> dict[str, list[list[float]]]:
         """`kl`: per sample the KL to the reference that is in the reward, one number a response token.
@@ -118,6 +121,10 @@ class TrainWorker:
         self.weight_version += 1
         await self._engine.set_weight_version(self.weight_version)
         return self.weight_version
+
+    def weight_source(self) -> WeightSource:
+        """The weights as they are now, for engines in other processes; on many ranks each has to read it."""
+        return weight_source(self.policy)
 
     def clear_memory(self) -> None:
         """Give freed memory back to the device."""
@@ -153,7 +160,13 @@ class TrainWorker:
             flat = [value for row in external_data["values"] for value in row]
             values = torch.tensor(flat, dtype=torch.float64, device=self.policy.device)
         batch = make_batch(
-            shard, self._estimator, self._estimator_settings, self.policy.device, kl=scores.kl, values=values
+            shard,
+            self._estimator,
+            self._estimator_settings,
+            self.policy.device,
+            kl=scores.kl,
+            values=values,
+            merge=self.ranks.merge_moments,
         )
         batch.old_log_probs, batch.ref_log_probs = scores.old, scores.ref
         if scores.teacher is not None:
@@ -165,9 +178,7 @@ class TrainWorker:
         return batch
 
     def _cut(self, batch: TrainBatch) -> list[list[int]]:
-        trainer = self.config.trainer
-        tokens = [sample.tokens for sample in batch.samples]
-        return cut_micro_batches(tokens, trainer.max_tokens_per_micro_batch, share=trainer.share_prefixes)
+        return self._forward.plan(batch.samples, self.config.trainer.max_tokens_per_micro_batch)
 
     def _learning_rate(self) -> float:
         trainer = self.config.trainer
@@ -198,4 +209,6 @@ class TrainWorker:
             )
             for sample, advantage, before in zip(batch.samples, advantages, old, strict=True)
         ]
-        write_train_records(self._samples_folder, rollout_id, records)
+        gathered = [record for own in self.ranks.gather(records) for record in own]
+        if self.ranks.is_first:
+            write_train_records(self._samples_folder, rollout_id, gathered)

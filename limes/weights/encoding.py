@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 PROBE_BYTES = 1 << 16
-WORTH_IT = 0.9  # deflate only what it shrinks below this share
+WORTH_IT = 0.7  # deflate only what it shrinks below this share: it is slow where it gains little
 LEVEL = 1
 DENSE = 0.5  # above this share of changed words, positions cost more than differences of zero
 

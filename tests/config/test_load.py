@@ -25,6 +25,7 @@ NAMES = [
     "critic",
     "teacher",
     "cluster",
+    "weights",
     "eval",
     "checkpoint",
     "run",

@@ -23,6 +23,7 @@ def test_roles_of_one_process_share_their_tensors(transport):
         ("host", "10.0.0.1"),
         ("disk_dir", "x"),
         ("keep_files", True),
+        ("check_update_equal", True),
         ("timeout_s", 1.0),
     ],
 )

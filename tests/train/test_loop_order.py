@@ -161,6 +161,13 @@ class FakeCritic:
         self.calls.append("dispose critic")
 
 
+class Places(dict[str, str]):
+    """Stands for the places of the roles."""
+
+    def close(self) -> None:
+        pass
+
+
 class Trace:
     """Runs the loop with stand-ins for the roles and keeps its calls."""
 
@@ -177,9 +184,9 @@ class Trace:
     ) -> list[str]:
         calls = self.calls
 
-        def create_placement_groups(config: Config) -> dict[str, str]:
+        def create_placement_groups(config: Config, tracking: Tracking) -> Places:
             calls.append("placements")
-            return {"rollout": "its place"}
+            return Places(rollout="its place")
 
         async def create_rollout_manager(config: Config, placement: str, tracking: Tracking) -> tuple:
             assert placement == "its place"

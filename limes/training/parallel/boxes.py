@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 PLACES = "places"
-"""Entry of a file's metadata: for each tensor that is a part, first index along each dimension and shape of the whole."""
+"""Entry of a file's metadata: for each tensor, the first index of its part along each dimension and the whole's shape.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class PartsReader:
     def _add(self, path: Path) -> None:
         file = self._files.enter_context(safe_open(path, framework="pt"))
         places = json.loads((file.metadata() or {}).get(PLACES, "{}"))
-        for name in file.keys():
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             shape = tuple(file.get_slice(name).get_shape())
             starts, whole = places.get(name, ([0] * len(shape), shape))
             box = Box(tuple((start, start + num) for start, num in zip(starts, shape, strict=True)))

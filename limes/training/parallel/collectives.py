@@ -68,7 +68,7 @@ class _GatherShared(torch.autograd.Function):
         wide = torch.promote_types(ctx.dtype, torch.float32)  # sums over ranks do not round to short types
         grad = grads[0].to(wide).contiguous()
         own = grad.new_empty(ctx.room, *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad, group=ctx.group)
+        reduce_scatter(own, grad, ctx.group)
         return own[: ctx.num].to(ctx.dtype), None, None
 
 
@@ -88,5 +88,16 @@ def _gathered(x: Tensor, room: int, group: dist.ProcessGroup) -> Tensor:
     own = x.new_zeros(room, *x.shape[1:])
     own[: len(x)] = x
     whole = own.new_empty(dist.get_world_size(group) * room, *x.shape[1:])
-    dist.all_gather_into_tensor(whole, own, group=group)
+    all_gather(whole, own, group)
     return whole
+
+
+def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `whole` with the ranks' `own`, end to end along the first dimension."""
+    # newer releases of torch rename both, and warn of the old names
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, own, group=group)
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `own` with this rank's rows of the sum of the ranks' `whole`."""
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(own, whole, group=group)

@@ -91,6 +91,11 @@ class ShardedValueModel(ValueModel):
             load_model_folder(folder, self.sharded, self.backbone, {"head.": folder / HEAD})
 
 
+def ranks_of(model: Policy | ValueModel) -> Ranks:
+    """The ranks that a model is spread over."""
+    return model.sharded.ranks if isinstance(model, ShardedPolicy | ShardedValueModel) else Ranks.alone()
+
+
 def shard_policy(
     policy: Policy, ranks: Ranks, *, dtype: torch.dtype | None = None, trainable: bool = True, filled: bool = True
 ) -> ShardedPolicy:
@@ -149,10 +154,12 @@ def load_sharded_policy(
     return shard_policy(policy, ranks, dtype=dtype, trainable=trainable)
 
 
-def load_sharded_value_model(config: ModelConfig, path: str, ranks: Ranks) -> ShardedValueModel:
+def load_sharded_value_model(
+    config: ModelConfig, path: str, ranks: Ranks, *, notice: Callable[[str], None] = lambda text: None
+) -> ShardedValueModel:
     """As `load_sharded_policy`, for the critic at `path`; see `value_head.load_value_model`."""
     with ranks.together(f"loading critic.path = {path}"):
-        folder = resolve_model(path)
+        folder = resolve_model(path, notice=notice)
         dtype = pick_dtype(config.dtype, ranks.device)
         settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         refuse_unsupported(settings, path)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from limes.training.parallel.boxes import Box
+from limes.training.parallel.collectives import all_gather
 from limes.training.parallel.tensor import (
     TensorPlan,
     plan_tensor_parallel,
@@ -84,15 +84,16 @@ class ShardedModel:
     ranks: Ranks
     dtype: torch.dtype
 
-    @torch.no_grad()
     def reshard(self) -> None:
-        """Let go of what the latest forward pass without a backward pass has gathered, which would grow old."""
-        for module in self.network.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """See `reshard`."""
+        reshard(self.network)
 
 
-Names = Callable[[str], str]
+def reshard(network: nn.Module) -> None:
+    """Let go of what the latest forward pass without a backward pass has gathered: it does not follow the parts."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def shard(
@@ -128,22 +129,24 @@ def shard(
     spread = _Spread(network, ranks, _within(plan, f"{inner}."), _kept_type(dtype, trainable), filled)
     mesh = ranks.shard_mesh
     wide = torch.promote_types(dtype, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide) if trainable and wide != dtype else None
-    options = {} if policy is None else {"mp_policy": policy}
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
+    policy = mixed if trainable and wide != dtype else MixedPrecisionPolicy()
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in layers:
         spread.take(module)
-        fully_shard(module, mesh=mesh, **options)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in apart:
         spread.take(module)
         fully_shard(module, mesh=mesh)
     spread.take(network)
-    fully_shard(network, mesh=mesh, **options)
+    fully_shard(network, mesh=mesh, mp_policy=policy)
     for module in network.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(1.0)  # losses have their denominator already
+            module.set_force_sum_reduction_for_comms(True)
     pieces = [
-        Piece(name.removeprefix(prefix), parameter, *spread.known[name]) for name, parameter in network.named_parameters()
+        Piece(name.removeprefix(prefix), parameter, *spread.known[name])
+        for name, parameter in network.named_parameters()
     ]
     return ShardedModel(network, pieces, ranks, dtype)
 
@@ -161,9 +164,7 @@ def _within(plan: TensorPlan, prefix: str) -> TensorPlan:
 class _Spread:
     """Gives each rank its slice of parameters, module by module, and everyone rank 0's buffers."""
 
-    def __init__(
-        self, network: nn.Module, ranks: Ranks, plan: TensorPlan, kept: torch.dtype, filled: bool
-    ) -> None:
+    def __init__(self, network: nn.Module, ranks: Ranks, plan: TensorPlan, kept: torch.dtype, filled: bool) -> None:
         self._ranks, self._plan, self._kept = ranks, plan, kept
         self._names: dict[int, str] = {}
         for name, parameter in network.named_parameters():
@@ -246,7 +247,7 @@ def _gathered(bucket: Sequence[Piece], ranks: Ranks, dtype: torch.dtype | None) 
     for piece, part in zip(bucket, own.split(rooms), strict=True):
         part[: piece.local.numel()] = piece.local.flatten()
     table = own.new_empty(shards * tp, len(own))
-    dist.all_gather_into_tensor(table.view(-1), own, group=ranks.replica_group)
+    all_gather(table.view(-1), own, ranks.replica_group)
     for piece, parts in zip(bucket, table.split(rooms, dim=1), strict=True):
         whole = own.new_empty(piece.shape)
         for place, box in _boxes(piece, ranks):

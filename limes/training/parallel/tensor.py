@@ -169,7 +169,7 @@ def use_tensor_parallel(model: PreTrainedModel, plan: TensorPlan, group: dist.Pr
             module.first_row = slice_bounds(module.num_embeddings, rank, tp)[0]  # type: ignore[assignment]
         else:
             module.__class__ = ColumnLinear if dim == 0 else RowLinear
-        module.tp_group = group  # type: ignore[assignment]
+        module.tp_group = group
 
 
 @torch.no_grad()
