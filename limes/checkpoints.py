@@ -20,20 +20,22 @@ async def save_checkpoint(
     *,
     force_sync: bool,
     notice: Callable[[str], None],
-) -> Path:
+) -> Path | None:
     """Write `<checkpoints>/<rollout id>`: weights, optimizers and schedules of all `models`, and the place in the data.
 
     It is written under another name and gets its own at the end, so a folder with a plain number is always complete.
-    Cancelling waits for it: what has been learned is worth the seconds.
+    Cancelling waits for it: what has been learned is worth the seconds. Without a trainer there is nothing to save.
     """
+    saved = [model for model in models if model is not None and model.has_workers]
+    if not saved:
+        return None
     folder = checkpoints / f"{rollout_id:06d}"
     unfinished = folder.with_suffix(UNFINISHED)
     unfinished.mkdir()
 
     async def write() -> Path:
-        for model in models:
-            if model is not None:
-                await model.save_model(rollout_id, unfinished, force_sync=force_sync)
+        for model in saved:
+            await model.save_model(rollout_id, unfinished, force_sync=force_sync)
         await manager.save(rollout_id, unfinished)
         return unfinished.rename(folder)
 

@@ -176,6 +176,10 @@ def _train(arguments: Arguments) -> int:
         return _print(f"{settings_table(resolved)}\n\n{batch_table(batch_algebra(resolved.config))}")
     from limes.train import run_train
 
+    if "check" in arguments.options:
+        from limes.check import check
+
+        return check(resolved, run_train, lambda text: print(text, file=sys.stderr))
     return run_train(resolved)
 
 
@@ -216,7 +220,10 @@ COMMANDS = {
         usage="limes train RECIPE [--section.name VALUE ...]",
         summary="Train the model of a recipe.",
         body=_train,
-        options={"dry_run": (False, "Print every setting with its origin and the batch algebra, then stop.")},
+        options={
+            "dry_run": (False, "Print every setting with its origin and the batch algebra, then stop."),
+            "check": (False, "Take two small steps with a shrunken model on this machine's CPU, then stop."),
+        },
     ),
     "eval": Command(
         usage="limes eval [RECIPE] [--section.name VALUE ...]",

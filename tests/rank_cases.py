@@ -30,7 +30,7 @@ from limes.training.worker import TrainWorker
 from limes.weights.source import checked_tensors
 
 KV_HEADS = 4  # tensor parallel over 4 ranks deals them out
-STEPS = {"trainer": {"lr": 1e-2, "max_tokens_per_micro_batch": 40, "clip_grad": 0.5}}
+STEPS = {"trainer": {"lr": 1e-2, "max_tokens_per_micro_batch": 60, "clip_grad": 0.5}}
 
 
 def ranked_policy(dtype: torch.dtype, **options: Any) -> Policy:
@@ -105,7 +105,10 @@ def replay(
     critic = None
     if config.algorithm.advantage_estimator == "ppo":
         critic = CriticWorker(spread_critic(ranked_critic(dtype), ranks), config)
-    found = [train_once(worker, critic, cut_shard(shard, ranks, how)) for shard in rollouts(config, **options)]
+    shards = rollouts(config, **options)
+    if config.algorithm.ref_update_interval:  # only now is the reference one that scored before it was updated
+        shards.append(replace(shards[0], rollout_id=2))
+    found = [train_once(worker, critic, cut_shard(shard, ranks, how)) for shard in shards]
     weights = weights_of(policy, ranks)
     if critic is not None:
         weights |= {f"critic.{name}": value for name, value in weights_of(critic.model, ranks).items()}
@@ -194,24 +197,24 @@ RESUMED = {
 
 
 def train_and_save(
-    ranks: Ranks, folder: Path, start: int, dtype: torch.dtype, options: dict[str, Any], *, final: bool = False
+    ranks: Ranks, folder: Path, start: int, end: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Go on from `folder/<start - 1>` with rollout `start`, and save it; the weights after."""
+    """Go on from `folder/<start>` until rollout `end`, and save that; the weights after."""
     config = settings(RESUMED)
     policy = spread(ranked_policy(dtype, seed=start, **options), ranks)
     worker = TrainWorker(policy, config, engine=NoEngine(), samples_folder=folder)
     critic = CriticWorker(spread_critic(ranked_critic(dtype), ranks), config)
     with exact_models():
         if start:
-            worker.load(folder / str(start - 1))
-            critic.load(folder / str(start - 1))
-        shard = replace(rollouts(config, **options)[start % 2], rollout_id=start)
-        train_once(worker, critic, cut_shard(shard, ranks, "turn"))
-        own = folder / str(start)
+            worker.load(folder / str(start))
+            critic.load(folder / str(start))
+        for rollout_id in range(start, end):
+            shard = replace(rollouts(config, **options)[rollout_id % 2], rollout_id=rollout_id)
+            train_once(worker, critic, cut_shard(shard, ranks, "turn"))
+        own = folder / str(end)
         own.mkdir(exist_ok=True)
-        ranks.barrier()
-        worker.save_model(start, own)
-        critic.save_model(start, own)
+        worker.save_model(end, own)
+        critic.save_model(end, own)
     critic_weights = {f"critic.{name}": value for name, value in weights_of(critic.model, ranks).items()}
     return weights_of(policy, ranks) | critic_weights
 

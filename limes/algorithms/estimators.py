@@ -124,7 +124,7 @@ def estimate(
     """
     settings = settings or EstimatorSettings()
     row = estimator if isinstance(estimator, Estimator) else choose(ESTIMATORS, estimator, "advantage_estimator")
-    _check(estimator if isinstance(estimator, str) else "of one's own", row, inputs, settings)
+    _check(_name_of(row), row, inputs, settings)
     inputs = _without_invalid(inputs)
     advantages, returns = row.estimate(inputs, settings)
     check_packed(advantages=advantages, returns=returns, mask=inputs.mask)
@@ -133,6 +133,10 @@ def estimate(
         whole = merge(measure(advantages, inputs.mask))
         advantages = whiten(advantages, inputs.mask, unbiased=settings.unbiased, moments=whole)
     return advantages.to(dtype), returns.to(dtype)
+
+
+def _name_of(row: Estimator) -> str:
+    return next((name for name, entry in ESTIMATORS.items() if entry is row), "of one's own")
 
 
 def _check(name: str, row: Estimator, inputs: EstimatorInputs, settings: EstimatorSettings) -> None:

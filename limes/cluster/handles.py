@@ -128,6 +128,11 @@ class TrainGroup:
         self._latest: int | None = None
         self.start_rollout_id = start_rollout_id
 
+    @property
+    def has_workers(self) -> bool:
+        """There is somebody to train."""
+        return bool(self._actors)
+
     async def ready(self) -> None:
         """Wait until all workers are built; raises what their construction raised."""
         await asyncio.gather(*(actor.ready() for actor in self._actors))
@@ -136,6 +141,8 @@ class TrainGroup:
         self, rollout_id: int, shards: Sequence[Any], external_data: Sequence[Ref] | None = None
     ) -> dict[str, float]:
         """Train on a rollout, each worker on its own shard; `external_data` as in `submit_train`."""
+        if not self._actors:
+            return {}
         with self._tracking.span(f"{self.role}.train", rollout_id=rollout_id):
             metrics, *_ = await asyncio.gather(*self.submit_train(rollout_id, shards, external_data))
         self._tracking.record(rollout_id, metrics)
@@ -151,9 +158,14 @@ class TrainGroup:
             external_data: one ref a worker: the critic's values for the actor, the actor's KL for the critic. A worker
                 starts when its own is there.
         """
+        return self._submit("train", rollout_id, shards, external_data)
+
+    def _submit(
+        self, method: str, rollout_id: int, shards: Sequence[Any], external_data: Sequence[Ref] | None
+    ) -> list[Ref]:
         extras: Sequence[tuple[Ref, ...]] = [(ref,) for ref in external_data or ()] or [()] * len(self._actors)
         return [
-            actor.call("train", rollout_id, shard, *extra)
+            actor.call(method, rollout_id, shard, *extra)
             for actor, shard, extra in zip(self._actors, self._own(shards), extras, strict=True)
         ]
 
@@ -164,6 +176,8 @@ class TrainGroup:
 
     async def update_weights(self) -> int:
         """Give the engines the weights as they are now; returns their version."""
+        if not self._actors:
+            return 0
         version, *_ = await self._all("update_weights")
         if self._tells_updates:
             metrics = await self._actors[0].call("update_report")
@@ -209,14 +223,31 @@ class TrainGroup:
 class CriticGroup(TrainGroup):
     """The critic's workers, see `limes.training.critic.CriticWorker`.
 
-    Their `train` gives values, as `submit_train`'s refs, and tells its metrics afterwards.
+    Their `train` gives values, as `submit_train`'s refs, and tells its metrics afterwards. On devices of its own a
+    critic gives them before it trains, so that the actor trains at the same time.
     """
 
     role = "critic"
 
+    def __init__(self, actors: Sequence[Actor], tracking: Tracking, *, is_apart: bool = False) -> None:
+        super().__init__(actors, tracking)
+        self._is_apart = is_apart
+        self._training: list[Ref] = []
+
+    def submit_train(
+        self, rollout_id: int, shards: Sequence[Any], external_data: Sequence[Ref] | None = None
+    ) -> list[Ref]:
+        """See `TrainGroup.submit_train`; one ref to values a worker."""
+        if not self._is_apart:
+            return super().submit_train(rollout_id, shards, external_data)
+        values = self._submit("compute_values", rollout_id, shards, external_data)
+        self._training = super().submit_train(rollout_id, shards, external_data)
+        return values
+
     async def finish_train(self, rollout_id: int, values: Sequence[Ref]) -> dict[str, float]:
         """Wait for training that was submitted, and report it."""
-        await asyncio.gather(*(ref.settled() for ref in values))
+        training, self._training = [*values, *self._training], []
+        await asyncio.gather(*(ref.settled() for ref in training))
         metrics, *_ = await self._all("report")
         self._tracking.record(rollout_id, metrics)
         return metrics

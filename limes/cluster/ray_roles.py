@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from limes.cluster.compute import on_a_passing_thread
 from limes.cluster.handles import CriticGroup, RolloutManagerHandle, TrainGroup
+from limes.cluster.memory import DeviceMemory
 from limes.cluster.placement import Placement, Placements
 from limes.cluster.ray_host import Surroundings
 from limes.cluster.relay import Outbox, RelayConsole
@@ -20,11 +21,14 @@ from limes.config.parallel import lay_out
 from limes.engine.pool import EnginePool
 from limes.records import Sample
 from limes.rollout import RolloutManager
+from limes.rollout.replay import NoEngine, build_replay_manager
 from limes.run import Console
 from limes.run.tracking import Tracking
+from limes.training.folders import MODEL
 
 if TYPE_CHECKING:
     from limes.cluster.ray_actor import RayActor
+    from limes.training.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class TextSide:
     tokenizer: Any
     end_token_ids: tuple[int, ...]
     max_context_len: int
+    vocab_size: int
 
 
 def start_manager(
@@ -54,27 +59,44 @@ def start_training(
     groups = []
     for role, factory in (("actor", build_trainer), ("critic", build_critic_role)):
         processes = placements[role].processes
-        environments = rank_environments(processes)
-        for rank, (process, environment) in enumerate(zip(processes, environments, strict=True)):
-            process.build(factory, config, rank, list(manager.engines), environment=environment)
+        for process, (meeting, environment) in zip(processes, meetings(processes), strict=True):
+            process.build(factory, config, meeting, list(manager.engines), environment=environment)
         groups.append(processes)
     actors, critics = groups
     manager.num_ranks = lay_out(len(actors), config.trainer).dp
     actor = TrainGroup(actors, tracking, tells_updates=True)
-    return actor, CriticGroup(critics, tracking) if critics else None
+    return actor, CriticGroup(critics, tracking, is_apart=not config.cluster.colocate_critic) if critics else None
 
 
-def rank_environments(processes: Sequence[RayActor]) -> list[dict[str, str]]:
-    """The variables by which torch.distributed finds the other ranks."""
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a trainer find one another."""
+
+    rank: int = 0
+    size: int = 1
+    address: str = ""
+
+    def join(self, config: Config) -> Ranks:
+        """Meet the others; all ranks make this call."""
+        from limes.models.load import pick_device
+        from limes.training.ranks import Ranks
+
+        if self.size == 1:
+            return Ranks.alone()
+        device = pick_device(config.model.device)  # Ray shows each process its own GPU alone
+        return Ranks.join(self.rank, lay_out(self.size, config.trainer), address=self.address, device=device)
+
+
+def meetings(processes: Sequence[RayActor]) -> list[tuple[Meeting, dict[str, str]]]:
+    """For each process, where it meets the others and the variables it needs for it."""
     if len(processes) < 2:
-        return [{} for _ in processes]
+        return [(Meeting(), {}) for _ in processes]
     host, port = processes[0].free_port()
     nodes = [process.info.node_id for process in processes if process.info is not None]
-    one_node = {"GLOO_SOCKET_IFNAME": "lo"} if len(set(nodes)) == 1 else {}
-    common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(processes))} | one_node
-    return [
-        common | {"RANK": str(rank), "LOCAL_RANK": str(nodes[:rank].count(node))} for rank, node in enumerate(nodes)
-    ]
+    is_one_node = len(set(nodes)) == 1
+    environment = {"GLOO_SOCKET_IFNAME": "lo"} if is_one_node else {}
+    address = f"{'127.0.0.1' if is_one_node else host}:{port}"
+    return [(Meeting(rank, len(nodes), address), environment) for rank in range(len(nodes))]
 
 
 async def build_engine(around: Surroundings, config: Config, rank: int) -> EngineRole:
@@ -96,12 +118,13 @@ async def build_manager(
         load_all_prompts,
         load_conversations,
     )
-    from limes.training.checkpoint import MODEL
 
+    if config.cluster.debug_train_only:
+        return build_replay_manager(config, NoEngine(), samples_folder=around.rollouts, console=around.console)
     facts: list[EngineFacts] = await asyncio.gather(*(engine.call("facts") for engine in engines))
     folder = resolve_model(model_inside(config.model.path, MODEL), notice=around.console.notice)
     tokenizer = load_tokenizer(folder, config.model.chat_template)
-    text = TextSide(tokenizer, facts[0].end_token_ids, facts[0].max_context_len)
+    text = TextSide(tokenizer, facts[0].end_token_ids, facts[0].max_context_len, facts[0].vocab_size)
     console, samples = around.console, around.rollouts
     supervised = config.algorithm.is_supervised
     data = load_conversations(config, text, console) if supervised else load_all_prompts(config, text, console, ks)
@@ -116,18 +139,26 @@ async def build_manager(
     return build_rollout_manager(config, text, pool, data, samples_folder=samples, console=console)
 
 
-async def build_trainer(around: Surroundings, config: Config, rank: int, engines: Sequence[RayActor]) -> TrainRole:
-    """One rank of the trainer, on its own copy of the model; the first hands weights to the engines."""
+async def build_trainer(around: Surroundings, config: Config, meeting: Meeting, engines: Sequence[RayActor]) -> Any:
+    """One rank of the trainer, on its own copy or part of the model; the first hands weights to the engines."""
+    from limes.training.parallel.build import load_policy_on
     from limes.training.worker import TrainWorker
 
-    policy = load_model(config.model, silent())
-    feed = EngineFeed(config, policy, engines if rank == 0 else (), around.path / "weights")
-    return TrainRole(TrainWorker(policy, config, engine=feed, samples_folder=around.rollouts), feed)
+    ranks = meeting.join(config)
+    model = config.model.model_copy(update={"path": model_inside(config.model.path, MODEL)})
+    policy = load_policy_on(ranks, model)
+    feed = EngineFeed(config, policy, engines if meeting.rank == 0 else (), around.path / "weights")
+    worker = TrainWorker(policy, config, engine=feed, samples_folder=around.rollouts)
+    memory = DeviceMemory("actor", worker.optimizer, around.path / "weights", shares_weights=False)
+    return TrainRole(worker, memory, config, feed)
 
 
-async def build_critic_role(around: Surroundings, config: Config, rank: int, engines: Sequence[RayActor]) -> Any:
+async def build_critic_role(around: Surroundings, config: Config, meeting: Meeting, engines: Sequence[RayActor]) -> Any:
     """One rank of the critic."""
-    return build_critic(config, None, around.console if rank == 0 else silent())
+    ranks = meeting.join(config)
+    worker = build_critic(config, None, around.console if meeting.rank == 0 else silent(), ranks)
+    memory = DeviceMemory("critic", worker.optimizer, around.path / "weights", shares_weights=False)
+    return TrainRole(worker, memory, config)
 
 
 def silent() -> Console:

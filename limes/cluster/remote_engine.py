@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from limes.cluster.local import RoleEnded
+from limes.cluster.memory import Residency, Vacated
 from limes.config import Config
 from limes.engine.protocol import EngineError, EngineHealth, GenerateRequest, GenerateResult, OnToken, PauseMode
 from limes.records import Sample
@@ -25,6 +26,7 @@ class EngineFacts:
 
     end_token_ids: tuple[int, ...]
     max_context_len: int
+    vocab_size: int
 
 
 class EngineRole:
@@ -35,11 +37,12 @@ class EngineRole:
 
         self.config, self.policy = config, policy
         self.receiver = WeightReceiver(policy.model)
-        self._longest: int | None = None
+        self._memory = Residency("engine", ("weights", "kv_cache", "cuda_graph"), on_top=["cuda_graph"])
+        self._weights = Vacated(self.receiver.weights.values())
 
     def facts(self) -> EngineFacts:
         """See `EngineFacts`."""
-        return EngineFacts(self.policy.end_token_ids, self.policy.max_context_len)
+        return EngineFacts(self.policy.end_token_ids, self.policy.max_context_len, self.policy.vocab_size)
 
     def start(self, longest_prompt: int) -> None:
         """Start to serve prompts of up to so many tokens."""
@@ -51,8 +54,20 @@ class EngineRole:
         self._score = answer_scorer(self.config, self.policy, self.engine)
 
     async def weights(self, message: Message) -> Any:
-        """Carry out a message of the trainer."""
-        return await self.weights_of_engine.handle(message)
+        """Carry out a message of the trainer.
+
+        Raises:
+            WeightError: an update begins while the weights are offloaded.
+        """
+        from limes.weights import WeightError
+        from limes.weights.messages import Begin, Finish
+
+        if isinstance(message, Begin) and "weights" not in self._memory.resident:
+            raise WeightError("the weights are offloaded; onload them before an update")
+        answer = await self.weights_of_engine.handle(message)
+        if isinstance(message, Finish):
+            self._memory.updated()
+        return answer
 
     async def score(self, samples: Sequence[Sample]) -> list[float]:
         """Log-probs of given answers under the policy as it is, computed as the trainer does."""
@@ -79,11 +94,17 @@ class EngineRole:
         await self.engine.flush_cache()
 
     async def offload(self, tags: list[str]) -> None:
-        """See `Engine.offload`."""
+        """See `Engine.offload`; weights are given back without a copy, as the next update brings them."""
         await self.engine.offload(tags)
+        self._memory.offload(tags)
+        if "weights" in tags:
+            await self.engine.run(self._weights.release)
 
     async def onload(self, tags: list[str]) -> None:
-        """See `Engine.onload`."""
+        """See `Engine.onload`; weights have to be updated before graphs come back."""
+        self._memory.onload(tags)
+        if "weights" in tags:
+            await self.engine.run(self._weights.take)
         await self.engine.onload(tags)
 
     async def weight_version(self) -> int:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from limes.cluster.compute import OnThread, on_a_passing_thread
 from limes.cluster.handles import CriticGroup, RolloutManagerHandle, TrainGroup
 from limes.cluster.local import LocalActor
-from limes.cluster.memory import memory_plan
+from limes.cluster.memory import DeviceMemory, memory_plan
 from limes.cluster.placement import Placement, Placements
 from limes.cluster.resume import load_checkpoint
+from limes.cluster.train_role import TrainRole
 from limes.config import Config, batch_algebra
 from limes.config.model import ModelConfig
 from limes.records import Sample
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from limes.engine.embedded.engine import EmbeddedEngine
     from limes.models.policy import Policy
     from limes.training.critic import CriticWorker
+    from limes.training.ranks import Ranks
 
 
 async def create_rollout_manager(
@@ -77,6 +79,8 @@ async def create_training_models(
     Raises:
         ValueError: the checkpoint or the critic cannot be loaded, or the run it is of has nothing left to do.
     """
+    if config.cluster.debug_rollout_only:
+        return TrainGroup([], tracking), None
     if placements["actor"].processes:
         from limes.cluster.ray_roles import start_training
 
@@ -112,6 +116,8 @@ async def _build_manager(
 ) -> RolloutManager:
     console = tracking.console
     policy = await on_a_passing_thread(lambda: load_model(config.model, console))
+    if config.cluster.debug_train_only:
+        return _build_replay(config, placement, tracking, policy)
     await asyncio.sleep(0)  # a role that is ended meanwhile stops here
     supervised = config.algorithm.is_supervised
     data = load_conversations(config, policy, console) if supervised else load_all_prompts(config, policy, console, ks)
@@ -131,6 +137,14 @@ async def _build_manager(
         raise
     placement.shared.policy, placement.shared.engine = policy, engine
     return manager
+
+
+def _build_replay(config: Config, placement: Placement, tracking: Tracking, policy: Policy) -> RolloutManager:
+    from limes.rollout.replay import build_replay_manager
+
+    engine = start_engine(config, policy, 1)  # for its thread
+    placement.shared.policy, placement.shared.engine = policy, engine
+    return build_replay_manager(config, engine, samples_folder=tracking.folder.rollouts, console=tracking.console)
 
 
 def answer_scorer(config: Config, policy: Policy, engine: EmbeddedEngine) -> Score:
@@ -231,26 +245,31 @@ async def _build_worker(config: Config, placement: Placement, tracking: Tracking
     assert engine is not None
     folder = tracking.folder.rollouts
     worker = await engine.run(lambda: TrainWorker(policy, config, engine=engine, samples_folder=folder))
-    return OnThread(worker, engine)
+    memory = DeviceMemory("actor", worker.optimizer, tracking.folder.path, shares_weights=True)
+    return OnThread(TrainRole(worker, memory, config), engine)
 
 
 async def _build_critic(config: Config, placement: Placement, tracking: Tracking) -> OnThread:
     policy, engine = placement.shared.policy, placement.shared.engine
     assert engine is not None, "the rollout manager is built first"
     assert policy is not None
-    return OnThread(await engine.run(lambda: build_critic(config, policy.folder, tracking.console)), engine)
+    worker = await engine.run(lambda: build_critic(config, policy.folder, tracking.console))
+    memory = DeviceMemory("critic", worker.optimizer, tracking.folder.path, shares_weights=False)
+    return OnThread(TrainRole(worker, memory, config), engine)
 
 
-def build_critic(config: Config, folder: Path | None, console: Console) -> CriticWorker:
+def build_critic(config: Config, folder: Path | None, console: Console, ranks: Ranks | None = None) -> CriticWorker:
     """The critic's worker.
 
     Args:
         folder: of the policy, which the critic starts from unless the settings say otherwise.
+        ranks: those that it is spread over, if there are several.
     """
     from limes.models.source import resolve_model
-    from limes.models.value_head import load_value_model
     from limes.training.checkpoint import CRITIC, MODEL
     from limes.training.critic import CriticWorker
+    from limes.training.parallel.build import load_value_model_on
+    from limes.training.ranks import Ranks
 
     path = config.critic.path
     if path is not None:
@@ -258,5 +277,5 @@ def build_critic(config: Config, folder: Path | None, console: Console) -> Criti
     else:
         path = str(folder or resolve_model(model_inside(config.model.path, MODEL), notice=console.notice))
     with console.phase("load critic", detail=path):
-        model = load_value_model(config.model, path, notice=console.notice)
+        model = load_value_model_on(ranks or Ranks.alone(), config.model, path, notice=console.notice)
     return CriticWorker(model, config)

@@ -82,6 +82,15 @@ def _over_sampling(config: Config) -> Iterator[str]:
         )
 
 
+def _filter_has_peers(config: Config) -> Iterator[str]:
+    name, alone = config.rollout.dynamic_sampling_filter, config.rollout.n_samples_per_prompt == 1
+    if name == "nonzero_std" and alone:
+        yield (
+            "rollout.dynamic_sampling_filter = nonzero_std drops every group with rollout.n_samples_per_prompt = 1: "
+            "one reward is always equal to itself; leave the filter out, or use 2 answers or more"
+        )
+
+
 def _steps_divide(config: Config) -> Iterator[str]:
     prompts, answers = config.rollout.batch_size, config.rollout.n_samples_per_prompt
     steps, samples = config.trainer.num_steps_per_rollout, prompts * answers
@@ -148,4 +157,4 @@ ALWAYS: tuple[Check, ...] = (
     *PARALLEL,
 )
 COMMON: tuple[Check, ...] = (_steps_divide, _schedule, check_aggregation)
-POLICY: tuple[Check, ...] = (_over_sampling, _one_policy, _critic_has_ppo, *ALGORITHM)
+POLICY: tuple[Check, ...] = (_over_sampling, _filter_has_peers, _one_policy, _critic_has_ppo, *ALGORITHM)

@@ -6,7 +6,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from limes.config.base import Section
 
-
 OffloadLevel = Literal["kv_cache", "weight"]
 LEVELS: tuple[OffloadLevel, ...] = ("kv_cache",)
 

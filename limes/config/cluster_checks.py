@@ -67,6 +67,11 @@ def _debug_layouts(config: Config) -> Iterator[str]:
             f"cluster.load_debug_rollout_data = {cluster.load_debug_rollout_data}: training on saved rollouts needs "
             "both; set or leave out both"
         )
+    if cluster.debug_train_only and not config.rollout.num_rollout:
+        yield (
+            f"rollout.num_rollout = {config.rollout.num_rollout}: cluster.debug_train_only needs the number of saved "
+            "rollouts to train on, 1 or more"
+        )
     if cluster.debug_train_only and config.eval.interval is not None:
         yield (
             f"eval.interval = {config.eval.interval} needs an engine, and cluster.debug_train_only = true has none; "

@@ -22,14 +22,10 @@ def _ranks_divide(config: Config) -> Iterator[str]:
                     "set cluster.kind to ray"
                 )
         return
-    actor = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-    nodes = cluster.critic_num_nodes or cluster.actor_num_nodes
-    critic = nodes * (cluster.critic_num_gpus_per_node or cluster.actor_num_gpus_per_node)
-    for num in dict.fromkeys([actor, critic] if config.algorithm.advantage_estimator == "ppo" else [actor]):
-        try:
-            lay_out(num, trainer)
-        except ValueError as error:
-            yield str(error)
+    try:
+        lay_out(cluster.actor_num_nodes * cluster.actor_num_gpus_per_node, trainer)
+    except ValueError as error:
+        yield str(error)
 
 
 PARALLEL = (_ranks_divide,)

@@ -1,8 +1,8 @@
 """Settings of generation."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from limes.config.base import Section
 
@@ -28,10 +28,10 @@ class SamplingConfig(Section):
     min_new_tokens: int = Field(default=0, ge=0)
     """Stop tokens cannot be drawn before this many tokens."""
 
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end an answer; their tokens stay in it."""
 
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
     """Token ids that end an answer, beside the model's own end tokens."""
 
 

@@ -104,6 +104,8 @@ def describe(schema: dict[str, Any]) -> str:
         case "object":
             names = ", ".join(schema.get("properties", {}))
             return f"a table of {names}" if names else "a table"
+        case "string" if schema.get("minLength"):
+            return "text that is not empty"
         case kind:
             return {"string": "text", "boolean": "true or false", "null": "none"}[str(kind)]
 

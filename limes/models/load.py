@@ -33,7 +33,20 @@ def load_policy(config: ModelConfig, *, notice: Notice = lambda text: None) -> P
     refuse_unsupported(settings, config.path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(folder, config.chat_template)
-    return make_checked_policy(model.to(device), tokenizer, folder, config.path)
+    return make_checked_policy(own_memory(model.to(device)), tokenizer, folder, config.path)
+
+
+def own_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy parameters that are a file in memory, in place.
+
+    There they start wherever the file has them, and the last bits of a CPU's products depend on that. Copies are
+    aligned, as in engines of other processes.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.untyped_storage().resizable():
+                parameter.data = parameter.data.clone()
+    return model
 
 
 def make_checked_policy(model: PreTrainedModel, tokenizer: Any, folder: Path, path: str) -> Policy:

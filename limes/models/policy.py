@@ -37,6 +37,11 @@ class TextModel(Protocol):
         """Longest sequence in tokens."""
         ...
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
 
 @dataclass
 class Policy:

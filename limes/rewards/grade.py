@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from limes.records import Reward, Sample
 
 MAX_ERROR_CHARS = 500
+LARGEST = 3.4e38
+"""Of a reward, in size: about the largest float32, in which advantages are."""
 
 
 class GraderError(RuntimeError):
@@ -72,6 +74,8 @@ def scalar_reward(reward: Reward, key: str | None = None) -> float | None:
         raise ValueError("a reward must be a finite number, not an integer beyond the range of floats") from error
     if not math.isfinite(number):
         raise ValueError(f"a reward must be a finite number, not {number}")
+    if abs(number) > LARGEST:
+        raise ValueError(f"a reward must be at most {LARGEST:g} in size, not {number}")
     return number
 
 

@@ -29,8 +29,15 @@ def build_rollout_manager(
         policy: whose tokenizer and end tokens shape requests and text.
 
     Raises:
-        ValueError: grader or filter cannot be had; names setting, value and fix.
+        ValueError: grader or filter cannot be had, or the model does not know a stop token; names setting, value and
+            fix.
     """
+    unknown = [token for token in config.rollout.stop_token_ids if token >= policy.vocab_size]
+    if unknown:
+        raise ValueError(
+            f"rollout.stop_token_ids holds {unknown[0]}, and the model knows ids 0 .. {policy.vocab_size - 1}; "
+            "leave it out"
+        )
     keep = load_filter(
         config.rollout.dynamic_sampling_filter,
         reward_key=config.reward.key,

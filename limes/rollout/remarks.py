@@ -6,20 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from limes.config.counting import num_of
 from limes.records import Sample, Status, TrainShard
-from limes.rollout.metrics import equal_groups
 from limes.rollout.sampling import cause_of, has_answer
 
 MAX_CAUSES = 3
 
 
 def rollout_remarks(samples: Sequence[Sample], shard: TrainShard) -> list[str]:
-    """Why a rollout trains nothing or moves nothing, and what failed in it; empty when all is well."""
+    """Why a rollout trains nothing, and what failed in it; empty when all is well."""
     remarks = failure_remarks(samples)
-    num_equal, num_scored = equal_groups(shard)
-    if not num_scored:
+    if all(reward is None for reward in shard.rewards):
         remarks.append(f"nothing to train on: none of {num_of(len(samples), 'answer')} has a reward that trains")
-    elif num_equal == num_scored:
-        remarks.append("no signal: in every group all rewards are equal, so this step moves nothing")
     return remarks
 
 

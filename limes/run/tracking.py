@@ -51,7 +51,7 @@ class Tracking:
         """Take metrics of a step, and remarks that a person should see."""
         self._log.log(metrics, step)
         self._step_metrics.update(metrics)
-        for remark in remarks:
+        for remark in [*remarks, *without_signal(metrics, self._step_metrics)]:
             self.console.warn(f"rollout {step}: {remark}")
 
     def step_ends(self, rollout_id: int) -> None:
@@ -109,6 +109,22 @@ def init_tracking(config: Config, default_name: str, console: Console) -> Tracki
     folder.write_config(to_toml(config))
     sinks = open_trackers(config.run, folder, config.model_dump(mode="json"), console.notice)
     return Tracking(folder, console, MetricLog(folder.metrics, sinks, console.warn), SpanLog(folder.spans))
+
+
+def without_signal(metrics: Mapping[str, float], step_metrics: Mapping[str, float]) -> list[str]:
+    """A sentence if these metrics are those of a training that moved nothing although there were rewards.
+
+    Only training knows: equal rewards are no signal for some estimators alone, and a teacher, a KL or an entropy bonus
+    moves the policy without any.
+
+    Args:
+        step_metrics: all that is known of the step.
+    """
+    if not metrics.get("train/skipped") or step_metrics.get("rollout/trained_samples") == 0:
+        return []
+    equal = step_metrics.get("rollout/zero_std_frac") == 1
+    why = "in every group all rewards are equal" if equal else "no trained token has an advantage"
+    return [f"no signal: {why}, so this step moves nothing"]
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:

@@ -21,7 +21,7 @@ from limes.training.parallel.checkpoint import (
     save_model_folder,
     save_optimizer_parts,
 )
-from limes.training.parallel.models import ShardedPolicy
+from limes.training.parallel.models import ShardedPolicy, ranks_of
 from limes.training.parallel.optimizer import ShardedOptimizer
 
 __all__ = [
@@ -72,7 +72,8 @@ def load(folder: Path, policy: Policy, optimizer: PolicyOptimizer) -> dict[str, 
     Raises:
         ValueError: the folder is no checkpoint, or one of another model.
     """
-    refuse_incomplete(folder)
+    with ranks_of(policy).together(f"loading {folder}"):
+        refuse_incomplete(folder)
     load_weights(folder / MODEL, policy)
     load_optimizer(folder, optimizer)
     return load_state(folder)

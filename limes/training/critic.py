@@ -67,6 +67,7 @@ class CriticWorker:
         self._estimator, self._estimator_settings = build_estimator(config.algorithm)
         self._forward = PackedValues(model, share_prefixes=config.trainer.share_prefixes)
         self._report: dict[str, float] = {}
+        self._latest: tuple[int, ValueTargets] | None = None
 
     def train(
         self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None = None
@@ -81,7 +82,8 @@ class CriticWorker:
             `values`: for each sample of the shard one value a response token, by the weights as they were before.
         """
         started = time.perf_counter()
-        targets = self._targets(shard, None if external_data is None else external_data["kl"])
+        targets = self._targets_of(rollout_id, shard, external_data)
+        self._latest = None
         metrics = ValueMetrics(targets)
         for own, trained_tokens in optimizer_steps(shard, self.config.trainer.num_steps_per_rollout):
             total = float(sum(trained_tokens))
@@ -93,6 +95,17 @@ class CriticWorker:
                 self.optimizer.accumulate()
             self._optimizer_step(metrics)
         self._report = metrics.summary(time.perf_counter() - started, self.ranks)
+        return {"values": [values.tolist() for values in targets.old_values]}
+
+    def compute_values(
+        self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None = None
+    ) -> dict[str, list[list[float]]]:
+        """What `train` gives, before it trains: for an actor that trains at the same time. `train` takes it from here.
+
+        Args:
+            external_data: see `train`.
+        """
+        targets = self._targets_of(rollout_id, shard, external_data)
         return {"values": [values.tolist() for values in targets.old_values]}
 
     def report(self) -> dict[str, float]:
@@ -119,10 +132,17 @@ class CriticWorker:
             ValueError: the folder has no critic in it, or another one.
         """
         own = folder / checkpoint.CRITIC
-        checkpoint.refuse_incomplete(own)
+        with self.ranks.together(f"loading {own}"):
+            checkpoint.refuse_incomplete(own)
         self.model.load(own / checkpoint.MODEL)
         checkpoint.load_optimizer(own, self.optimizer)
         self.num_steps_done = checkpoint.load_state(own)["num_steps_done"]
+
+    def _targets_of(self, rollout_id: int, shard: TrainShard, external_data: Mapping[str, Any] | None) -> ValueTargets:
+        if self._latest is None or self._latest[0] != rollout_id:
+            kl = None if external_data is None else external_data["kl"]
+            self._latest = rollout_id, self._targets(shard, kl)
+        return self._latest[1]
 
     @torch.no_grad()
     def _targets(self, shard: TrainShard, kl: Sequence[Sequence[float]] | None) -> ValueTargets:

@@ -37,7 +37,11 @@ def build_estimator(algorithm: AlgorithmConfig) -> tuple[Estimator, EstimatorSet
 
 
 def steps_of(samples: Sequence[Sample]) -> Steps | None:
-    """The scored steps of samples; None where no sample has any."""
+    """The scored steps of samples; None where samples know of none.
+
+    Raises:
+        ValueError: an entry that lacks a list, or whose lists differ in length.
+    """
     scores: list[float | None] = []
     owners: list[int] = []
     indices: list[int] = []
@@ -46,12 +50,30 @@ def steps_of(samples: Sequence[Sample]) -> Steps | None:
         entry = sample.metadata.get(STEP_WISE)
         if entry is None:
             continue
+        missing = [name for name in ("step_scores", "step_token_spans") if name not in entry]
+        if missing:
+            raise ValueError(f"sample {sample.index}: metadata[{STEP_WISE!r}] has no {' and no '.join(missing)}")
         num = len(entry["step_scores"])
+        own_indices, own_spans = entry.get("step_indices", range(num)), entry["step_token_spans"]
+        if not num == len(own_indices) == len(own_spans):
+            raise ValueError(
+                f"sample {sample.index}: metadata[{STEP_WISE!r}] has {num} step_scores, {len(own_indices)} "
+                f"step_indices and {len(own_spans)} step_token_spans; give one of each a step"
+            )
         scores += entry["step_scores"]
         owners += [position] * num
-        indices += entry.get("step_indices", range(num))
-        spans += [(start, end) for start, end in entry["step_token_spans"]]
-    return Steps(scores, owners, indices, spans) if scores else None
+        indices += own_indices
+        spans += [(start, end) for start, end in own_spans]
+    known = not samples or any(STEP_WISE in sample.metadata for sample in samples)
+    return Steps(scores, owners, indices, spans) if known else None
+
+
+def _describe(found: object) -> str:
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {list(found.shape)}"
+    if isinstance(found, tuple):
+        return f"({', '.join(map(_describe, found))})"
+    return f"a {type(found).__name__}"
 
 
 def _own(name: str) -> Estimator:
@@ -60,7 +82,12 @@ def _own(name: str) -> Estimator:
 
     def estimate(inputs: EstimatorInputs, settings: EstimatorSettings) -> tuple[Tensor, Tensor]:
         found = function(inputs, settings)
-        advantages, returns = (found, found) if isinstance(found, Tensor) else found
-        return advantages, returns
+        pair = (found, found) if isinstance(found, Tensor) else found
+        if not isinstance(pair, tuple) or [getattr(part, "shape", None) for part in pair] != [inputs.mask.shape] * 2:
+            raise ValueError(
+                f"algorithm.advantage_estimator = {name} returned {_describe(found)}; it must return a tensor of "
+                f"{inputs.mask.numel()} numbers, one a token, or two of them: advantages and returns"
+            )
+        return pair
 
     return Estimator(estimate, kl_in_reward=True)

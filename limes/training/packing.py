@@ -93,18 +93,24 @@ def pack(
 def cut_micro_batches(sequences: Sequence[Sequence[int]], max_tokens: int, *, share: bool = True) -> list[list[int]]:
     """Split sequences into packs of at most `max_tokens` computed tokens; a longer sequence goes alone.
 
-    Neighbours in sorted order stay together, so that groups share their prompts.
+    In sorted order, each goes where it has most in common with the one before, so that groups share their prompts, and
+    of several such packs into the first that has room.
     """
     arrays = [np.asarray(tokens, dtype=np.int64) for tokens in sequences]
     batches: list[list[int]] = []
-    room = 0
+    room = np.zeros(len(arrays), dtype=np.int64)  # of each pack, the ones to come included
+    common = np.zeros(len(arrays), dtype=np.int64)  # tokens that its last sequence has in common with the next one
     for i, shared in _sorted_with_shared(arrays, share):
-        cost = len(arrays[i]) - 1
-        if not batches or cost - shared > room:
+        cost, num = len(arrays[i]) - 1, len(batches)
+        np.minimum(common[:num], shared, out=common[:num])
+        fits = cost - common[:num] <= room[:num]
+        place = int(np.where(fits, common[:num], -1).argmax()) if fits.any() else num
+        if place == num:
             batches.append([])
-            room, shared = max_tokens, 0
-        batches[-1].append(i)
-        room -= cost - shared
+            room[num] = max_tokens
+        batches[place].append(i)
+        room[place] -= cost - common[place]
+        common[place] = cost
     return [sorted(batch) for batch in batches]
 
 

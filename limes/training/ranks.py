@@ -85,6 +85,7 @@ class Ranks:
             timeout_s: how long a collective may wait for the others.
         """
         if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(

@@ -26,6 +26,14 @@ BROKEN = [
         {"rollout.n_samples_per_prompt": 1},
         "n_samples_per_prompt = 1 leaves algorithm.advantage_estimator = grpo nothing",
     ),
+    (
+        {
+            "rollout.n_samples_per_prompt": 1,
+            "rollout.dynamic_sampling_filter": "nonzero_std",
+            "algorithm.advantage_estimator": "reinforce_plus_plus",
+        },
+        "dynamic_sampling_filter = nonzero_std drops every group with rollout.n_samples_per_prompt = 1",
+    ),
     ({"rollout.temperature": 0}, "rollout.temperature = 0 draws the same answer"),
     ({"rollout.top_p": 0.9}, "set it to 1.0 for training (eval.top_p may differ)"),
     ({"rollout.top_k": 50}, "set it to -1 for training (eval.top_k may differ)"),
@@ -65,6 +73,20 @@ BROKEN_ALWAYS = [
 def test_settings_that_do_not_go_together(overrides: dict, fragment: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         load_config(None, BASE | overrides)
+    assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fragment"),
+    [
+        ("rollout.stop", ["", "x"], 'rollout.stop[0] = "" (python): takes text that is not empty'),
+        ("rollout.stop_token_ids", [3, -1], "rollout.stop_token_ids[1] = -1 (python): takes a whole number of 0 or"),
+    ],
+)
+def test_what_can_never_stop_an_answer_is_refused(name: str, value: list, fragment: str) -> None:
+    """The engine would refuse every request, and the run would train nothing."""
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_config(None, BASE | {name: value})
     assert fragment in str(caught.value)
 
 

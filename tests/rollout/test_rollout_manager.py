@@ -109,7 +109,7 @@ def test_settings_shape_the_rewards_that_train_and_not_those_that_are_written(st
 
 def test_several_ranks_share_a_rollout(stage: Callable[..., Stage]) -> None:
     shards = asyncio.run(stage().manager.generate(0, num_ranks=2))
-    assert [shard.partition for shard in shards] == [[0, 2, 4], [1, 3, 5]]
+    assert sorted(shard.partition for shard in shards) == [[0, 1, 2], [3, 4, 5]]  # a group each
 
 
 def test_every_prompt_is_used_once_an_epoch(stage: Callable[..., Stage]) -> None:

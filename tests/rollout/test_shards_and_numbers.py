@@ -10,7 +10,7 @@ from rollout_fakes import new_sample
 from limes.config import load_config
 from limes.records import Sample, Status
 from limes.rollout.groups import CollectedGroups
-from limes.rollout.metrics import rollout_metrics, sample_metrics
+from limes.rollout.metrics import equal_groups, rollout_metrics, sample_metrics
 from limes.rollout.remarks import failure_remarks, rollout_remarks
 from limes.rollout.shards import length_term_of, make_shards
 from limes.run.metrics import combine, reduce
@@ -199,21 +199,17 @@ def test_groups_without_a_signal_and_drops_are_counted() -> None:
     assert (reported["rollout/surplus_groups"], reported["rollout/trained_samples"]) == (2, 4)
 
 
-def test_equal_rewards_everywhere_are_called_no_signal() -> None:
-    samples = [answered(0, 1.0), answered(1, 1.0), answered(2, 0.0, group=1), answered(3, 0.0, group=1)]
-    (shard,) = make_shards(0, samples)
-    assert rollout_remarks(samples, shard) == [
-        "no signal: in every group all rewards are equal, so this step moves nothing"
-    ]
-    samples[1].reward = 0.5
-    assert rollout_remarks(samples, make_shards(0, samples)[0]) == []
-
-
 def test_zeroing_truncated_answers_can_be_the_only_signal() -> None:
-    """The remark follows what is trained on, not the raw rewards."""
+    """Equal groups are those whose trained rewards are equal, not the raw ones."""
     samples = [answered(0, 1.0), answered(1, 1.0, status=Status.TRUNCATED)]
-    assert rollout_remarks(samples, make_shards(0, samples, truncated="zero")[0]) == []
-    assert rollout_remarks(samples, make_shards(0, samples, truncated="mask")[0]) != []
+    assert equal_groups(make_shards(0, samples, truncated="zero")[0]) == (0, 1)
+    assert equal_groups(make_shards(0, samples, truncated="mask")[0]) == (1, 1)
+
+
+def test_equal_rewards_are_no_remark_of_the_rollout() -> None:
+    """Whether they move something depends on the estimator, which training knows."""
+    samples = [answered(0, 1.0), answered(1, 1.0)]
+    assert rollout_remarks(samples, make_shards(0, samples)[0]) == []
 
 
 def test_a_rollout_with_nothing_to_train_on_says_so_and_why() -> None:

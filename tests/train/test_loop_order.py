@@ -33,10 +33,25 @@ def step(rollout_id: int, *, save: bool = False, last: bool = False) -> list[str
     ]
 
 
+def step_apart(rollout_id: int, *, last: bool = False) -> list[str]:
+    """One step of a trainer whose engines have devices of their own."""
+    saving = [f"save_model {rollout_id} sync={last}", f"save {rollout_id}"] if last else []
+    return [f"generate {rollout_id}", f"train {rollout_id}", *saving, "clear_memory", "update_weights"]
+
+
 def step_with_critic(
-    rollout_id: int, *, critic_only: bool = False, save: bool = False, last: bool = False, kl: bool = False
+    rollout_id: int,
+    *,
+    critic_only: bool = False,
+    save: bool = False,
+    last: bool = False,
+    kl: bool = False,
+    room: tuple[str, ...] = (),
 ) -> list[str]:
-    """One colocated step in which the critic is asked first and the actor gets its values."""
+    """One colocated step in which the critic is asked first and the actor gets its values.
+
+    On common devices both make room by themselves; `room` is what is asked of a critic on its own.
+    """
     asked = ["submit_kl", f"critic submit_train {rollout_id} with KL of {rollout_id}"]
     asked = asked if kl else [f"critic submit_train {rollout_id}"]
     trained = [] if critic_only else [f"train {rollout_id} with values of {rollout_id}"]
@@ -49,10 +64,9 @@ def step_with_critic(
         *trained,
         f"critic finish_train {rollout_id}",
         *saving,
-        "clear_memory",
-        "critic clear_memory",
+        *room,
         "onload_weights",
-        *([] if critic_only else ["update_weights"]),
+        "update_weights",
         "onload_kv",
     ]
 
@@ -88,6 +102,9 @@ class FakeManager:
     async def onload_kv(self) -> None:
         self._record("onload_kv")
 
+    async def check_weights(self, action: str) -> None:
+        self._record(f"check_weights {action}")
+
     async def save(self, rollout_id: int, folder: Path) -> None:
         self._record(f"save {rollout_id}")
         (folder / "rollout.json").touch()
@@ -97,6 +114,8 @@ class FakeManager:
 
 
 class FakeTrainer:
+    has_workers = True
+
     def __init__(self, calls: list[str], start_rollout_id: int, fail_in: str | None) -> None:
         self.calls = calls
         self.start_rollout_id = start_rollout_id
@@ -124,6 +143,9 @@ class FakeTrainer:
     async def clear_memory(self) -> None:
         self._record("clear_memory")
 
+    async def offload(self) -> None:
+        self._record("offload trainer")
+
     async def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
         (folder / "model").touch()
         self._record(f"save_model {rollout_id} sync={force_sync}")
@@ -133,6 +155,8 @@ class FakeTrainer:
 
 
 class FakeCritic:
+    has_workers = True
+
     def __init__(self, calls: list[str], fail_in: str | None) -> None:
         self.calls = calls
         self.fail_in = fail_in
@@ -151,8 +175,8 @@ class FakeCritic:
         assert values == [f"values of {rollout_id}"]
         self._record(f"finish_train {rollout_id}")
 
-    async def clear_memory(self) -> None:
-        self._record("clear_memory")
+    async def offload(self) -> None:
+        self._record("offload")
 
     async def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
         self._record(f"save_model {rollout_id} sync={force_sync}")
@@ -296,7 +320,64 @@ def test_the_critic_gets_the_actors_kl_where_the_reward_has_one(trace: Trace) ->
     assert calls == [*START, *step_with_critic(0, last=True, kl=True), *END_WITH_CRITIC]
 
 
-def test_while_the_critic_learns_alone_the_actor_is_neither_trained_saved_sent_nor_evaluated(trace: Trace) -> None:
+RAY = {"cluster.kind": "ray", "model.device": "cpu"}
+APART = RAY | {"cluster.colocate": False}
+START_APART = ["placements", "create manager", "create trainer", "update_weights"]
+
+
+def test_on_ray_colocated_is_the_same(trace: Trace) -> None:
+    assert trace(**RAY, **settings(rollout__num_rollout=2)) == [*START, *step(0), *step(1, last=True), *END]
+
+
+def test_engines_on_devices_of_their_own_keep_their_memory(trace: Trace) -> None:
+    calls = trace(**APART, **settings(rollout__num_rollout=2, eval__interval=1, eval__skip_before_train=True))
+    assert calls == [*START_APART, *step_apart(0), "eval 1", *step_apart(1, last=True), "eval 2", *END]
+
+
+def test_eval_only_with_engines_apart(trace: Trace) -> None:
+    assert trace(**APART, **settings(rollout__num_rollout=0)) == [*START_APART, "eval 0", *END]
+
+
+def test_the_level_says_what_engines_let_go_of(trace: Trace) -> None:
+    options = settings(rollout__num_rollout=1, cluster__offload_rollout_level=["kv_cache", "weight"])
+    calls = trace(**RAY, **options)
+    wanted = step(0, last=True)
+    wanted[1] = "offload cuda_graph kv_cache weights"
+    assert calls == [*START, *wanted, *END]
+
+
+def test_a_trainer_that_leaves_the_device_leaves_after_saving(trace: Trace) -> None:
+    calls = trace(**settings(rollout__num_rollout=1, cluster__offload_train=True))
+    wanted = ["offload trainer" if call == "clear_memory" else call for call in step(0, last=True)]
+    assert calls == [*START, *wanted, *END]
+
+
+def test_a_critic_on_devices_of_its_own_leaves_by_itself_while_the_actor_has_not_come(trace: Trace) -> None:
+    options = settings(rollout__num_rollout=2, critic__num_critic_only_steps=1, cluster__offload_train=True)
+    calls = trace(**RAY, **PPO, **options, **settings(cluster__colocate_critic=False))
+    first = step_with_critic(0, critic_only=True, room=("critic offload",))
+    second = step_with_critic(1, last=True, room=("critic offload", "offload trainer"))
+    assert calls == [*START, *first, *second, *END_WITH_CRITIC]
+
+
+def test_critic_only_steps_leave_engines_apart_alone(trace: Trace) -> None:
+    options = settings(rollout__num_rollout=2, critic__num_critic_only_steps=1, cluster__colocate_critic=False)
+    calls = trace(**APART, **PPO, **options)
+    drop = ("offload cuda_graph kv_cache", "onload_weights", "onload_kv")
+    first, second = (
+        [call for call in step_with_critic(number, room=("clear_memory",), **how) if call not in drop]
+        for number, how in ((0, {"critic_only": True}), (1, {"last": True}))
+    )
+    first.remove("update_weights")
+    assert calls == [*START_APART, *first, *second, *END_WITH_CRITIC]
+
+
+def test_updates_are_checked_before_the_kv_cache_comes_back(trace: Trace) -> None:
+    calls = trace(**RAY, **settings(rollout__num_rollout=0, weights__check_update_equal=True))
+    assert calls == [*START[:-1], "check_weights compare", "onload_kv", "eval 0", *END]
+
+
+def test_while_the_critic_learns_alone_the_actor_is_neither_trained_saved_nor_evaluated(trace: Trace) -> None:
     options = settings(rollout__num_rollout=4, critic__num_critic_only_steps=2, checkpoint__save_interval=2)
     calls = trace(**PPO, **options, **settings(eval__interval=1))
     assert calls == [

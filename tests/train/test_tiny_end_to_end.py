@@ -53,6 +53,11 @@ def test_a_finished_checkpoint_has_nothing_left_to_do(settings, tmp_path: Path) 
         run_train(settings(run__name="again", rollout__num_rollout=1, checkpoint__load=str(checkpoint)))
 
 
+def test_a_stop_token_that_the_model_does_not_know_is_refused_before_anything_is_sampled(settings) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.stop_token_ids holds 9999, and the model knows ids 0 \.\. 101"):
+        run_train(settings(run__name="unknown", rollout__stop_token_ids=[9999]))
+
+
 def test_equal_rewards_move_nothing(settings, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """All equal after a step that built momentum: the weights stay the same bits and the step says so."""
     assert run_train(settings(run__name="before", rollout__num_rollout=1)) == 0

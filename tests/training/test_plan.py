@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limes.training.packing import pack
+from limes.training.packing import cut_micro_batches, pack
 from limes.training.parallel import context
 from limes.training.plan import split_further
 
@@ -42,3 +42,11 @@ def test_context_ranks_share_the_tokens_and_the_work(size, answers, dense) -> No
     work = np.array([(1.0 + positions / dense)[owner == rank].sum() for rank in range(size)])
     most = (1.0 + positions / dense).max()
     assert (work <= work.sum() / size + 2 * most).all()
+
+
+def test_micro_batches_are_filled_first_fit_and_siblings_stay_together() -> None:
+    apart = [[1] * 7, [2] * 6, [3] * 4]
+    assert cut_micro_batches(apart, 10, share=False) == [[0, 2], [1]]
+    prompt = [5] * 6
+    siblings = [[*prompt, 7, 7, 7], [9] * 8, [*prompt, 8, 8, 8], [*prompt, 6, 6, 6]]
+    assert cut_micro_batches(siblings, 13) == [[0, 2, 3], [1]]

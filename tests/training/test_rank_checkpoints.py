@@ -29,21 +29,19 @@ def run(pool: RankPool, layout: RankLayout, function, *args):
 def test_any_number_of_ranks_goes_on_from_any(pool: RankPool, tmp_path: Path, tied: bool) -> None:
     assert RESUMED["algorithm"]["ref_update_interval"] == 1  # the reference is in the checkpoint too
     options = {"tied": tied}
-    ends = []
-    for name, layouts in {
-        "straight": [ALONE, ALONE, ALONE],
+    chains = {
         "ranks": [RankLayout(1, 2, 1, 1), ALONE, RankLayout(1, 2, 1, 2)],
         "others": [RankLayout(1, 1, 2, 2), RankLayout(2, 2, 1, 1), ALONE],
-    }.items():
-        folder = tmp_path / name
-        folder.mkdir()
+    }
+    for name in ("straight", *chains):
+        (tmp_path / name).mkdir()
+    wanted = train_and_save(Ranks.alone(), tmp_path / "straight", 0, 3, torch.float64, options)
+    for name, layouts in chains.items() if tied else [("ranks", chains["ranks"])]:
         for start, layout in enumerate(layouts):
-            end = run(pool, layout, train_and_save, folder, start, torch.float64, options)
-        ends.append(end)
-    for other in ends[1:]:
-        assert list(other) == list(ends[0])
-        for name, tensor in other.items():
-            torch.testing.assert_close(tensor, ends[0][name], rtol=1e-9, atol=1e-9, msg=name)
+            found = run(pool, layout, train_and_save, tmp_path / name, start, start + 1, torch.float64, options)
+        assert list(found) == list(wanted)
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor, wanted[key], rtol=1e-9, atol=1e-9, msg=key)
     straight, ranks = (read_train_records(tmp_path / name, 0) for name in ("straight", "ranks"))
     assert straight.keys() == ranks.keys()
     for index, record in straight.items():
@@ -52,19 +50,16 @@ def test_any_number_of_ranks_goes_on_from_any(pool: RankPool, tmp_path: Path, ti
 
 
 def test_straight_and_resumed_are_the_same_bits_on_the_same_ranks(pool: RankPool, tmp_path: Path) -> None:
-    layout = RankLayout(1, 2, 1, 2)
-    ends = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        for start in (0, 1):
-            end = pool.run(layout, train_and_save, tmp_path / name, start, torch.float32, {})[0]
-        ends.append(end)
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    layout = RankLayout(1, 2, 1, 1)
+    straight = pool.run(layout, train_and_save, tmp_path, 0, 2, torch.float32, {})[0]
+    pool.run(layout, train_and_save, tmp_path, 0, 1, torch.float32, {})
+    resumed = pool.run(layout, train_and_save, tmp_path, 1, 2, torch.float32, {})[0]
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 def test_a_checkpoint_of_many_ranks_is_a_model_folder_of_transformers(pool: RankPool, tmp_path: Path) -> None:
-    weights = pool.run(RankLayout(1, 2, 1, 2), train_and_save, tmp_path, 0, torch.float32, {})[0]
-    folder = tmp_path / "0" / "model"
+    weights = pool.run(RankLayout(1, 2, 1, 2), train_and_save, tmp_path, 0, 1, torch.float32, {})[0]
+    folder = tmp_path / "1" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert model.dtype == torch.float32
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -72,11 +67,11 @@ def test_a_checkpoint_of_many_ranks_is_a_model_folder_of_transformers(pool: Rank
     assert {name for name in weights if not name.startswith("critic.")} == set(named)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in named.items())
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    (tmp_path / "0" / "optimizer-00002-of-00004.safetensors").unlink()
+    (tmp_path / "1" / "optimizer-00002-of-00004.safetensors").unlink()
     with pytest.raises(AssertionError, match="it has 3 of the 4 optimizer files"):
-        pool.run(RankLayout(1, 2, 1, 1), train_and_save, tmp_path, 1, torch.float32, {})
+        pool.run(RankLayout(1, 2, 1, 1), train_and_save, tmp_path, 1, 2, torch.float32, {})
     with pytest.raises(ValueError, match="it has 3 of the 4 optimizer files"):
-        train_and_save(Ranks.alone(), tmp_path, 1, torch.float32, {})
+        train_and_save(Ranks.alone(), tmp_path, 1, 2, torch.float32, {})
 
 
 def test_large_models_are_written_into_several_files(tmp_path: Path) -> None:

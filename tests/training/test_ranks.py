@@ -33,6 +33,8 @@ LAYOUTS = [
     (1, 1, 2, 2),
 ]
 HARD = [
+    ("given answers", {"algorithm": {"loss": "sft"}, "rollout": {"n_samples_per_prompt": 1, "batch_size": 12}}),
+    ("whitened", {"algorithm": {"advantage_estimator": "reinforce_plus_plus_baseline"}}),
     ("gspo", {"algorithm": {"policy_loss": "gspo", "aggregation": "sequence_mean", "entropy_coef": 0.1}}),
     (
         "rejected",
@@ -86,12 +88,12 @@ def test_single_precision_agrees_to_its_own(pool: RankPool, sizes: tuple[int, ..
 
 
 @pytest.mark.parametrize(
-    ("sizes", "how"), [((1, 4, 1, 1), "empty"), ((1, 2, 2, 1), "empty"), ((2, 1, 1, 1), "one"), ((1, 2, 1, 2), "one")]
+    ("sizes", "how"), [((1, 4, 1, 1), "empty"), ((1, 2, 2, 1), "empty"), ((2, 1, 1, 2), "one")], ids=str
 )
 def test_uneven_and_empty_shards_change_nothing(pool: RankPool, sizes: tuple[int, ...], how: str) -> None:
-    cases = [(sections, how, EXACT, {}) for sections in [*METHODS.values(), *dict(HARD).values()]]
+    cases = [(sections, how, EXACT, {}) for _, sections in HARD]
     for found in pool.run(layout_of(sizes), replay_many, cases):
-        for name, one in zip([*METHODS, *dict(HARD)], found, strict=True):
+        for (name, _), one in zip(HARD, found, strict=True):
             assert_same(one, alone(name, "turn", EXACT), 1e-9, 1e-9)
 
 

@@ -153,4 +153,3 @@ def load_model_folder(
             box = piece.box(model.ranks)
             if box.num:
                 piece.local.copy_(source.read(name, box))
-    model.reshard()

@@ -57,7 +57,6 @@ class ShardedPolicy(Policy):
         with torch.no_grad():
             for own, new in zip(self.sharded.pieces, other.sharded.pieces, strict=True):
                 own.local.copy_(new.local)
-        self.sharded.reshard()
 
 
 @dataclass

@@ -84,13 +84,12 @@ class ShardedModel:
     ranks: Ranks
     dtype: torch.dtype
 
-    def reshard(self) -> None:
-        """See `reshard`."""
-        reshard(self.network)
-
 
 def reshard(network: nn.Module) -> None:
-    """Let go of what the latest forward pass without a backward pass has gathered: it does not follow the parts."""
+    """Let go of what a forward pass without a backward pass has gathered, which would not follow the parts.
+
+    Whoever makes such passes does this after the last of them, so that parts can be written to at any other time.
+    """
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

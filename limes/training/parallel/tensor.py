@@ -24,14 +24,35 @@ COLUMNS, ROWS, WHOLE, EMBEDDING, HEAD = (
 )
 
 
+class SharedInput:
+    """The input that neighbouring layers have in common, such as those of queries, keys and values: its gradient is
+    summed over ranks once for all of them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.num_layers = 0
+        self._group = group
+        self._latest: tuple[Tensor, Tensor] | None = None
+        self._num_uses = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """`x` for one of the layers; let go of after the last of them."""
+        if self._latest is None or self._latest[0] is not x:
+            self._latest, self._num_uses = (x, copy_to(x, self._group)), 0
+        self._num_uses += 1
+        found = self._latest[1]
+        if self._num_uses == self.num_layers:
+            self._latest = None
+        return found
+
+
 class ColumnLinear(nn.Linear):
     """This rank's columns of the output."""
 
-    tp_group: dist.ProcessGroup
+    tp_input: SharedInput
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., own columns]`."""
-        return F.linear(copy_to(x, self.tp_group), self.weight, self.bias)
+        return F.linear(self.tp_input.of(x), self.weight, self.bias)
 
 
 class RowLinear(nn.Linear):
@@ -160,6 +181,7 @@ def slice_bounds(num: int, rank: int, tp: int) -> tuple[int, int]:
 def use_tensor_parallel(model: PreTrainedModel, plan: TensorPlan, group: dist.ProcessGroup) -> None:
     """Make the modules of a model compute with their slices, in place; parameters are cut by the caller."""
     rank, tp = dist.get_rank(group), dist.get_world_size(group)
+    inputs: dict[str, SharedInput] = {}
     for name, module in model.named_modules():
         dim = plan.dims.get(f"{name}.weight")
         if dim is None or module is model.get_output_embeddings():
@@ -167,8 +189,13 @@ def use_tensor_parallel(model: PreTrainedModel, plan: TensorPlan, group: dist.Pr
         if isinstance(module, nn.Embedding):
             module.__class__ = VocabEmbedding
             module.first_row = slice_bounds(module.num_embeddings, rank, tp)[0]  # type: ignore[assignment]
+        elif dim == 0:
+            module.__class__ = ColumnLinear
+            shared = inputs.setdefault(name.rpartition(".")[0], SharedInput(group))
+            shared.num_layers += 1
+            module.tp_input = shared
         else:
-            module.__class__ = ColumnLinear if dim == 0 else RowLinear
+            module.__class__ = RowLinear
         module.tp_group = group
 
 
