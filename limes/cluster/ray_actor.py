@@ -17,7 +17,7 @@ from limes.cluster.local import RoleEnded
 from limes.cluster.ray_host import Factory, Failure, HostInfo
 from limes.cluster.ref import Ref, wait_for
 
-CLOSE_S = 25.0
+CLOSE_S = 10.0
 MAX_LOG_LINES = 12
 TAIL_BYTES = 8192
 TAIL_S = 5.0
@@ -194,6 +194,10 @@ class RayActor:
             error = future.exception()
             if isinstance(error, RayActorError):
                 self.died(error)  # settles whatever is open
+                with self._lock:
+                    ended = self._ended
+                if ended is not None:  # it was settled before this call was noted
+                    ref.set_error(again(ended))
                 return
             with self._lock:
                 self._open.pop(id(ref), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import os
@@ -20,7 +21,7 @@ from limes.cluster.local import LocalActor, RoleEnded
 from limes.cluster.relay import Event, Outbox, RelayConsole
 from limes.run import Console
 
-CLOSE_S = 20.0
+CLOSE_S, JOIN_S = 5.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +174,15 @@ class RoleHost:
         return await self._outbox.fetch()
 
     async def close(self) -> list[Event]:
-        """End the role, by its own `close` if it has one; the last of what it says."""
+        """End the role, by its own `close` if it has one; the last of what it says. The process ends in any case, so a
+        role in the middle of something long is not waited for."""
         actor = self._actor
         if actor is not None and actor.alive and hasattr(actor.role, "close"):
-            async with asyncio.timeout(CLOSE_S):
-                await actor.call("close")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await actor.call("close")
         if actor is not None:
-            await asyncio.to_thread(actor.close, CLOSE_S)
+            await asyncio.to_thread(actor.close, JOIN_S)
         return self._outbox.take()
 
     async def _turn(self, caller: str, number: int) -> None:

@@ -149,7 +149,7 @@ class RaySession:
             else:
                 os.environ.setdefault(NICENESS, "0")  # Ray's own choice lets whatever else runs here go first
                 num_cpus = max(os.cpu_count() or 1, layout.num_slots)
-                self._ray.init(num_cpus=num_cpus, include_dashboard=False, **options)
+                self._ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
 
     def _slot_kind(self) -> str:
         device, gpus = self.config.model.device, self._ray.cluster_resources().get("GPU", 0)

@@ -12,6 +12,8 @@ FOLLOWS = {
     "algorithm.eps_clip_high": "algorithm.eps_clip",
     "algorithm.aggregation_constant": "rollout.max_response_len",
     "critic.path": "model.path",
+    "cluster.critic_num_nodes": "cluster.actor_num_nodes",
+    "cluster.critic_num_gpus_per_node": "cluster.actor_num_gpus_per_node",
     "eval.prompt_data": "data.prompt_data",
     "eval.temperature": "rollout.temperature",
     "eval.top_p": "rollout.top_p",
@@ -25,6 +27,10 @@ AT_START = {
     "engine.max_context_len": "the model's limit",
     "engine.kv_cache_tokens": "one rollout at full length, within engine.kv_cache_gb",
     "rollout.num_rollout": "rollout.num_epoch x rollouts an epoch",
+    "cluster.rollout_num_gpus": "all that train, or as many more as the actor has",
+    "cluster.offload_rollout": "where engines are colocated",
+    "cluster.offload_train": "on a GPU that is shared with engines of other processes",
+    "weights.transport": "shared in one process, else ipc or broadcast",
     "run.name": "the recipe's name with date and time",
 }
 """An unset setting and what fills it when the run starts, once model and data are known."""

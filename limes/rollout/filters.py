@@ -8,6 +8,7 @@ from typing import Any
 from limes.records import Group, Reward, Sample, Status
 from limes.rewards import scalar_reward
 from limes.rewards.function import import_function
+from limes.rollout.handed import SETTLED, handed_out, refuse_changes
 
 Filter = Callable[[Group], tuple[bool, str]]
 """Takes a group, returns whether to keep it and why not."""
@@ -20,7 +21,7 @@ def load_filter(name: str | None, *, reward_key: str | None, leave_out_truncated
     """The filter of `rollout.dynamic_sampling_filter`.
 
     A filter of the user's that fails drops the group, with its error as the reason: the rollout is refilled and, if
-    that goes on, ends with an error that lists the reasons.
+    that goes on, ends with an error that lists the reasons. It gets copies of the samples.
 
     Args:
         reward_key: entry of dict rewards that counts.
@@ -39,7 +40,10 @@ def load_filter(name: str | None, *, reward_key: str | None, leave_out_truncated
 
     def guarded(group: Group) -> tuple[bool, str]:
         try:
-            keep, reason = function(group)
+            handed = [handed_out(sample) for sample in group]
+            keep, reason = function(handed)
+            for sample, copied in zip(group, handed, strict=True):
+                refuse_changes(sample, copied, "it", (*SETTLED, "reward"))
             return bool(keep), str(reason)
         except Exception as error:  # noqa: BLE001 (a user's function may raise anything; it costs the group)
             return False, f"{name} raised {type(error).__name__}: {error}"

@@ -19,6 +19,8 @@ from limes.engine.protocol import (
 from limes.records import Group, Sample, Status
 from limes.rewards import Grade, Grader, scalar_reward
 from limes.rollout.filters import outcome_reward
+from limes.rollout.handed import handed_out, refuse_changes
+from limes.rollout.steps import read_steps
 
 ABORT_DEADLINE_S = 30.0
 STATUS_OF = {
@@ -32,6 +34,7 @@ STATUS_OF = {
 class Sampler:
     """Samples and grades answers.
 
+    Graders get copies: what they write into a sample's metadata reaches the run, and nothing else does.
     Whatever fails costs the sample it happened to: its status becomes FAILED and `error` says `Cause: details`. A
     grader's failure leaves the answer as it is, with no reward and with `error`.
 
@@ -151,11 +154,12 @@ class Sampler:
         if not samples:
             return
         limit = asyncio.timeout_at(deadline)
+        handed = [handed_out(sample) for sample in samples]
         try:
             async with limit:
-                grades = await self.grader.grade(samples)
-            for sample, grade in zip(samples, grades, strict=True):
-                self._put(sample, grade)
+                grades = await self.grader.grade(handed)
+            for sample, copied, grade in zip(samples, handed, grades, strict=True):
+                self._put(sample, copied, grade)
         except Exception as error:  # noqa: BLE001 (a failing grader costs the sample, counted with its cause)
             for sample in samples:
                 sample.reward = None
@@ -164,13 +168,21 @@ class Sampler:
                 else:
                     sample.error = f"{type(error).__name__}: {error}"
 
-    def _put(self, sample: Sample, grade: Grade) -> None:
-        """Take a grade; a reward that is no finite number is the grader's failure, never a 0."""
+    def _put(self, sample: Sample, handed: Sample, grade: Grade) -> None:
+        """Take a grade, and what the grader wrote into the metadata. A reward that is no finite number, steps that do
+        not fit the answer, and other tokens than were sampled are the grader's failure, never a 0."""
+        cause = "BadReward"
         try:
             scalar_reward(grade.reward, self.reward_key)
             outcome_reward(grade.reward, self.reward_key)
+            cause = "ChangedSample"
+            if grade.error is None:
+                refuse_changes(sample, handed, "the grader")
+                sample.metadata = handed.metadata
+                cause = "BadSteps"
+                read_steps(sample)
         except ValueError as error:
-            sample.reward, sample.error = None, f"BadReward: {error}"
+            sample.reward, sample.error = None, f"{cause}: {error}"
         else:
             sample.reward, sample.error = grade.reward, grade.error
 

@@ -149,6 +149,8 @@ METRICS: Mapping[str, MetricInfo] = MappingProxyType(
         "train/teacher_kl": MetricInfo(Mean, "nats per token", "KL of the policy to the teacher, by the k1 estimate"),
         "train/nll": MetricInfo(Mean, "nats per token", "negative log-prob of given answers, without weights"),
         "train/nonfinite_grads": MetricInfo(Sum, "steps", "gradients that were not finite; they move nothing"),
+        "train/nonfinite_advantages": MetricInfo(Mean, "fraction", "tokens whose advantage is not finite"),
+        "train/nonfinite_losses": MetricInfo(Mean, "fraction", "tokens whose loss is not finite"),
         "train/skipped": MetricInfo(Sum, "rollouts", "rollouts in which nothing trained"),
         "train/grad_norm": MetricInfo(Mean, "", "norm of the gradient before clipping"),
         "train/lr": MetricInfo(Last, "", "learning rate of the latest optimizer step"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from limes.config import Config, to_toml
+from limes.config.counting import num_of
 from limes.records import Sample
 from limes.run.console import Console
 from limes.run.curve import draw_reward_curve
@@ -51,7 +53,7 @@ class Tracking:
         """Take metrics of a step, and remarks that a person should see."""
         self._log.log(metrics, step)
         self._step_metrics.update(metrics)
-        for remark in [*remarks, *without_signal(metrics, self._step_metrics)]:
+        for remark in [*remarks, *without_signal(metrics, self._step_metrics), *without_number(metrics)]:
             self.console.warn(f"rollout {step}: {remark}")
 
     def step_ends(self, rollout_id: int) -> None:
@@ -125,6 +127,21 @@ def without_signal(metrics: Mapping[str, float], step_metrics: Mapping[str, floa
     equal = step_metrics.get("rollout/zero_std_frac") == 1
     why = "in every group all rewards are equal" if equal else "no trained token has an advantage"
     return [f"no signal: {why}, so this step moves nothing"]
+
+
+def without_number(metrics: Mapping[str, float]) -> list[str]:
+    """A sentence if steps were left out because their gradient is not finite, with where that begins."""
+    num = metrics.get("train/nonfinite_grads")
+    if not num:
+        return []
+    why = ""
+    if advantages := metrics.get("train/nonfinite_advantages"):
+        why = f": {advantages:.2%} of the advantages (algorithm.advantage_estimator) are not finite"
+    elif losses := metrics.get("train/nonfinite_losses"):
+        why = f": {losses:.2%} of the token losses (algorithm.policy_loss) are not finite"
+    elif not math.isfinite(metrics.get("train/loss", 0.0)):
+        why = ": the losses of all tokens are finite, and what algorithm.aggregation makes of them is not"
+    return [f"{num_of(int(num), 'gradient')} not finite, so {num_of(int(num), 'optimizer step')} moved nothing{why}"]
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:

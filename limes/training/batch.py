@@ -93,7 +93,7 @@ def make_batch(
     """
     lengths = [sample.response_length for sample in shard.samples]
     loss_mask = trained_mask(shard, device)
-    rollout_log_probs = _engine_log_probs(shard.samples).to(device)
+    rollout_log_probs = engine_log_probs(shard.samples).to(device)
     mask = loss_mask * rollout_log_probs.isfinite()
     inputs = EstimatorInputs(
         rewards=shard.rewards,
@@ -121,7 +121,7 @@ def _at(values: Tensor | None, tokens: Tensor) -> Tensor | None:
     return None if values is None else values[tokens]
 
 
-def _engine_log_probs(samples: Sequence[Sample]) -> Tensor:
+def engine_log_probs(samples: Sequence[Sample]) -> Tensor:
     """`[T]` float32; NaN where the engine gave none, or none that is a finite number."""
     found: list[float | None] = []
     for sample in samples:

@@ -24,7 +24,7 @@ from limes.models.policy import enable_checkpointing
 from limes.models.value_head import ValueModel
 from limes.records import Sample, TrainShard
 from limes.training import checkpoint
-from limes.training.batch import optimizer_steps, trained_mask
+from limes.training.batch import engine_log_probs, optimizer_steps, trained_mask
 from limes.training.estimator import build_estimator
 from limes.training.parallel.build import build_optimizer
 from limes.training.parallel.models import ranks_of
@@ -86,7 +86,9 @@ class CriticWorker:
         self._latest = None
         metrics = ValueMetrics(targets)
         for own, trained_tokens in optimizer_steps(shard, self.config.trainer.num_steps_per_rollout):
-            total = float(sum(trained_tokens))
+            total = float(sum(trained_tokens) - self._num_missing(shard, targets, own))
+            if total == 0:
+                continue
             for indices in self._cut([targets.samples[i] for i in own]):
                 if indices:
                     value_backward(self._forward, targets, [own[i] for i in indices], total, self.config, metrics)
@@ -149,7 +151,8 @@ class CriticWorker:
         assert (kl is not None) == bool(self.config.algorithm.kl_coef), "a reward with a KL in it needs the KL"
         lengths = [sample.response_length for sample in shard.samples]
         device = self.model.device
-        mask = trained_mask(shard, device)
+        # the actor's tokens, which are those that the engine gave a log-prob
+        mask = trained_mask(shard, device) * engine_log_probs(shard.samples).to(device).isfinite()
         values = self._values(shard.samples)
         inputs = EstimatorInputs(
             rewards=shard.rewards,
@@ -165,6 +168,12 @@ class CriticWorker:
         _, returns = estimate(self._estimator, inputs, self._estimator_settings, merge=merge, dtype=values.dtype)
         cut = [list(tensor.split(lengths)) for tensor in (mask, values, returns)]
         return ValueTargets(shard.samples, *cut)
+
+    def _num_missing(self, shard: TrainShard, targets: ValueTargets, own: Sequence[int]) -> int:
+        """Tokens of a step, on all ranks, that would train if they had an engine log-prob."""
+        training = (i for i in own if shard.num_trained_tokens[shard.partition[i]] > 0)
+        missing = sum(sum(targets.samples[i].loss_mask) - int(targets.masks[i].count_nonzero()) for i in training)
+        return int(self.ranks.sum(torch.tensor(missing)))
 
     def _values(self, samples: Sequence[Sample]) -> Tensor:
         """Values of all tokens by the weights as they are, `[T]`."""

@@ -1,4 +1,4 @@
-"""The advantage estimator of a run, built from its settings, and the scored steps that samples bring along."""
+"""The advantage estimator of a run, built from its settings, and the scored steps of all its samples."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from limes.algorithms.estimators import ESTIMATORS, Estimator, EstimatorInputs, 
 from limes.config.algorithm import AlgorithmConfig
 from limes.records import Sample
 from limes.rewards.function import import_function
-
-STEP_WISE = "step_wise"
-"""Entry of `Sample.metadata`: `step_scores`, one a step; `step_token_spans`, first token of the response and one past
-the last; and `step_indices`, by default 0, 1, 2 and so on."""
-
+from limes.rollout.steps import STEP_WISE, read_steps
 
 def build_estimator(algorithm: AlgorithmConfig) -> tuple[Estimator, EstimatorSettings]:
     """The estimator and its settings.
@@ -40,39 +36,29 @@ def steps_of(samples: Sequence[Sample]) -> Steps | None:
     """The scored steps of samples; None where samples know of none.
 
     Raises:
-        ValueError: an entry that lacks a list, or whose lists differ in length.
+        ValueError: an entry that is malformed, see `read_steps`.
     """
     scores: list[float | None] = []
     owners: list[int] = []
     indices: list[int] = []
     spans: list[tuple[int, int]] = []
     for position, sample in enumerate(samples):
-        entry = sample.metadata.get(STEP_WISE)
-        if entry is None:
-            continue
-        missing = [name for name in ("step_scores", "step_token_spans") if name not in entry]
-        if missing:
-            raise ValueError(f"sample {sample.index}: metadata[{STEP_WISE!r}] has no {' and no '.join(missing)}")
-        num = len(entry["step_scores"])
-        own_indices, own_spans = entry.get("step_indices", range(num)), entry["step_token_spans"]
-        if not num == len(own_indices) == len(own_spans):
-            raise ValueError(
-                f"sample {sample.index}: metadata[{STEP_WISE!r}] has {num} step_scores, {len(own_indices)} "
-                f"step_indices and {len(own_spans)} step_token_spans; give one of each a step"
-            )
-        scores += entry["step_scores"]
-        owners += [position] * num
-        indices += own_indices
-        spans += [(start, end) for start, end in own_spans]
+        steps = read_steps(sample)
+        if steps is not None:
+            scores += steps.scores
+            owners += [position] * len(steps.scores)
+            indices += steps.indices
+            spans += steps.spans
     known = not samples or any(STEP_WISE in sample.metadata for sample in samples)
     return Steps(scores, owners, indices, spans) if known else None
 
 
-def _describe(found: object) -> str:
+def describe_result(found: object) -> str:
+    """What a function of the user's returned, in a few words."""
     if isinstance(found, Tensor):
         return f"a tensor of shape {list(found.shape)}"
     if isinstance(found, tuple):
-        return f"({', '.join(map(_describe, found))})"
+        return f"({', '.join(map(describe_result, found))})"
     return f"a {type(found).__name__}"
 
 
@@ -85,7 +71,7 @@ def _own(name: str) -> Estimator:
         pair = (found, found) if isinstance(found, Tensor) else found
         if not isinstance(pair, tuple) or [getattr(part, "shape", None) for part in pair] != [inputs.mask.shape] * 2:
             raise ValueError(
-                f"algorithm.advantage_estimator = {name} returned {_describe(found)}; it must return a tensor of "
+                f"algorithm.advantage_estimator = {name} returned {describe_result(found)}; it must return a tensor of "
                 f"{inputs.mask.numel()} numbers, one a token, or two of them: advantages and returns"
             )
         return pair

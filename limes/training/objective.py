@@ -26,6 +26,7 @@ from limes.config.algorithm import AlgorithmConfig
 from limes.config.derived import effective
 from limes.rewards.function import import_function
 from limes.training.batch import TrainBatch
+from limes.training.estimator import describe_result
 from limes.training.forward import TokenOutputs
 
 REJECTING = ("mis", "icepop")
@@ -139,7 +140,8 @@ class Objective:
             entropy=outputs.entropy,
             entropy_coef=algorithm.entropy_coef,
         )
-        metrics |= reduce_tokens(token_metrics | _distances(outputs.log_probs.detach(), batch), mask)
+        token_metrics |= _distances(outputs.log_probs.detach(), batch) | _not_finite(losses.detach(), batch.advantages)
+        metrics |= reduce_tokens(token_metrics, mask)
         loss = self._aggregate(losses, mask, batch.lengths, total)
         trained = batch.mask != 0
         gaps = (old - batch.rollout_log_probs).abs()[trained]
@@ -202,7 +204,10 @@ def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
         )
 
     def filled_in(*args: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return loss(*args, **settings, **options)
+        found = loss(*args, **settings, **options)
+        if name not in POLICY_LOSSES:
+            _check_losses(found, args[0], name)
+        return found
 
     return filled_in
 
@@ -223,12 +228,31 @@ def _aggregation(config: Config) -> Callable[[Tensor, Tensor, Sequence[int], Ste
     def own(losses: Tensor, mask: Tensor, lengths: Sequence[int], total: StepTotal) -> Tensor:
         loss = function(losses, mask, lengths, num_tokens=total.tokens, num_sequences=total.sequences)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
-            raise ValueError(
-                f"algorithm.aggregation = {name} returned {loss!r}; it must return a tensor with one number"
-            )
+            found = describe_result(loss)
+            raise ValueError(f"algorithm.aggregation = {name} returned {found}; it must return a tensor with one number")
+        if losses.requires_grad and not loss.requires_grad:
+            raise ValueError(f"algorithm.aggregation = {name} returned a loss without gradient; make it from the losses")
         return loss
 
     return own
+
+
+def _check_losses(found: object, log_probs: Tensor, name: str) -> None:
+    """Check what a loss of the user's returned.
+
+    Raises:
+        ValueError: names the setting, what came and what is expected.
+    """
+    num = log_probs.numel()
+    where = f"algorithm.policy_loss = {name} returned"
+    wanted = f"it must return a tensor of {num} losses, one a token, and a dict of metrics, tensors of that shape"
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+        raise ValueError(f"{where} {describe_result(found)}; {wanted}")
+    for what, tensor in {"losses": found[0], **{f"metric {key!r}": value for key, value in found[1].items()}}.items():
+        if not isinstance(tensor, Tensor) or tensor.shape != log_probs.shape:
+            raise ValueError(f"{where} {describe_result(tensor)} as {what}; {wanted}")
+    if log_probs.requires_grad and not found[0].requires_grad:
+        raise ValueError(f"{where} losses without gradient; make them from the log-probs it is given")
 
 
 def _accepted(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,3 +271,11 @@ def _distances(log_probs: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
     if batch.teacher_log_probs is not None:
         metrics["teacher_kl"] = kl.penalty(log_probs, batch.teacher_log_probs, "k1")
     return metrics
+
+
+def _not_finite(losses: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    """What keeps a gradient from being finite."""
+    return {
+        "nonfinite_advantages": (~advantages.isfinite()).double(),
+        "nonfinite_losses": (~losses.isfinite()).double(),
+    }

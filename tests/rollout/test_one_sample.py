@@ -1,6 +1,7 @@
 """One answer: what it becomes when engine or grader do well, fail, hang or answer something odd."""
 
 import asyncio
+import re
 
 import pytest
 from hypothesis import given
@@ -181,3 +182,73 @@ def test_a_fresh_copy_has_the_prompt_and_shares_nothing() -> None:
     assert (copy.tokens, copy.response_length, copy.status, copy.reward) == ([5, 6], 0, Status.PENDING, None)
     copy.metadata["nested"]["a"] = 2
     assert sample.metadata["nested"] == {"a": 1}
+
+
+def meddling(field: str, value: object) -> FakeGrader:
+    def grade(sample: Sample) -> float:
+        if sample.index == 0:
+            setattr(sample, field, value)
+        return 1.0
+
+    return FakeGrader(grade)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", [5]),
+        ("loss_mask", [0, 1]),
+        ("rollout_log_probs", [0.0, 0.0]),
+        ("status", Status.TRUNCATED),
+        ("metadata", None),
+    ],
+)
+def test_a_grader_that_changes_what_is_trained_costs_the_sample_with_its_cause(field: str, value: object) -> None:
+    engine = FakeEngine(answer=lambda request: [11, STOP])
+    group = run_group(fake_sampler(engine, meddling(field, value)), [new_sample(0), new_sample(1)])
+    assert group[0].reward is None
+    assert (group[0].error or "").startswith(f"ChangedSample: the grader changed {field}")
+    assert (group[0].tokens, group[0].loss_mask, group[0].status) == ([5, 6, 11, STOP], [1, 1], Status.COMPLETED)
+    assert (group[1].reward, group[1].error) == (1.0, None)
+
+
+def test_what_a_grader_changes_in_place_does_not_reach_the_sample() -> None:
+    grader = FakeGrader(lambda sample: float(sample.tokens.pop()))
+    (sample,) = run_group(fake_sampler(FakeEngine(answer=lambda request: [11, STOP]), grader), [new_sample()])
+    assert sample.tokens == [5, 6, 11, STOP]
+    assert (sample.error or "").startswith("ChangedSample: the grader changed tokens of sample 0")
+
+
+def test_what_a_grader_writes_into_the_metadata_reaches_the_run() -> None:
+    grader = FakeGrader(lambda sample: sample.metadata.update(seen=sample.response) or 1.0)
+    (sample,) = run_group(fake_sampler(FakeEngine(answer=lambda request: [11, STOP]), grader), [new_sample()])
+    assert sample.metadata["seen"] == "[11, 2]"
+    assert sample.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"step_token_spans": [[0, 1], [1, 9]]}, r"span \[1, 9\] does not fit the 2 tokens"),
+        ({"step_token_spans": [[0, 2], [1, 2]]}, "overlap"),
+        ({"step_token_spans": [[0, 1], [1]]}, "a step's span is its first token and one past its last"),
+        ({"step_token_spans": [[0, 1], [1, 1.5]]}, "a bound of a step's span must be a whole number, not 1.5"),
+        ({"step_scores": [1.0, "good"]}, "a step score must be a finite number or None, not 'good'"),
+        ({"step_scores": [1.0, float("inf")]}, "not inf"),
+        ({"step_scores": 1.0}, "step_scores is a float, not a list"),
+        ({"step_indices": [0]}, "2 step_scores, 1 step_indices"),
+        ({"step_indices": [0, "b"]}, "a step index must be a whole number"),
+    ],
+)
+def test_malformed_steps_cost_the_sample_with_their_cause(entry: dict, words: str) -> None:
+    steps = {"step_scores": [1.0, None], "step_token_spans": [[0, 1], [1, 2]]}
+
+    def grade(sample: Sample) -> float:
+        sample.metadata["step_wise"] = steps | entry if sample.index == 0 else steps
+        return 1.0
+
+    engine = FakeEngine(answer=lambda request: [11, STOP])
+    group = run_group(fake_sampler(engine, FakeGrader(grade)), [new_sample(0), new_sample(1)])
+    assert group[0].reward is None
+    assert re.match(rf"BadSteps: sample 0: .*{words}", group[0].error or "")
+    assert (group[1].reward, group[1].error) == (1.0, None)

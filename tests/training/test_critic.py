@@ -15,6 +15,7 @@ import limes.training.critic as critic_module
 from limes.algorithms.whitening import measure
 from limes.records import Sample
 from limes.training.critic import ValueMetrics, ValueTargets, value_backward
+from limes.training.ranks import Ranks
 from limes.training.values import PackedValues
 
 NAN = float("nan")
@@ -111,7 +112,7 @@ def gradient_of(worker, targets: ValueTargets, cut: list[list[int]], config) -> 
     for _, parameter in worker.model.named_parameters():
         parameter.grad = None
     metrics.stepped(0.0, 1.0)
-    return gradient, metrics.summary(1.0)
+    return gradient, metrics.summary(1.0, Ranks.alone())
 
 
 @pytest.mark.parametrize("value_clip", [0.2, None])

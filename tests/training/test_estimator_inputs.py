@@ -12,7 +12,7 @@ STEPS = {"step_scores": [1.0, 0.5], "step_token_spans": [[0, 2], [2, 3]]}
 
 
 def stepped(**entry: object) -> Sample:
-    return Sample(index=4, group_index=0, metadata={"step_wise": {**STEPS, **entry}})
+    return Sample(index=4, group_index=0, response_length=3, metadata={"step_wise": {**STEPS, **entry}})
 
 
 def test_steps_of_samples() -> None:
