@@ -1,6 +1,6 @@
 """The `limes` command: reads the command line, resolves the settings and hands over.
 
-Exit codes: 0 done, 2 for what the user can mend (one message, no traceback), 130 for Ctrl-C.
+Exit codes: 0 done, 2 for what the user can mend (one message, no traceback), 130 for Ctrl-C, 143 for SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from limes.termination import TERMINATED, sigterm_as_ctrl_c
+
 if TYPE_CHECKING:
     from limes.config.flags import Arguments
     from limes.config.load import Resolved
 
+INTERRUPTED = 130
 HOW_TO_SET = (
     "Settings are set in a recipe under [section] or with a flag --section.name VALUE, and the flag wins. Dashes count "
     "as underscores, lists and tables are written as JSON or TOML, and `none` unsets. A path in a recipe is looked up "
@@ -44,7 +47,10 @@ class Command:
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     threads_before = threading.enumerate()
-    code = _exit_code(sys.argv[1:] if argv is None else argv)
+    with sigterm_as_ctrl_c() as was_terminated:
+        code = _exit_code(sys.argv[1:] if argv is None else argv)
+    if code == INTERRUPTED and was_terminated():
+        code = TERMINATED
     leave_busy_threads_behind(code, threads_before)
     return code
 
@@ -67,7 +73,7 @@ def _exit_code(argv: list[str]) -> int:
         return _run(argv)
     except KeyboardInterrupt:
         print("limes: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except ValueError as error:
         if not _is_ours(error):
             raise
@@ -167,6 +173,12 @@ def _recipe_of(arguments: Arguments, command: str) -> str | None:
     return None
 
 
+def _say_what_takes_long() -> None:
+    """Importing takes seconds, and nothing else can be said meanwhile."""
+    if "torch" not in sys.modules:
+        print("loading PyTorch", file=sys.stderr, flush=True)
+
+
 def _train(arguments: Arguments) -> int:
     resolved = _resolve(_recipe_of(arguments, "train"), arguments.settings)
     if "dry_run" in arguments.options:
@@ -174,6 +186,7 @@ def _train(arguments: Arguments) -> int:
         from limes.config.text import batch_table, settings_table
 
         return _print(f"{settings_table(resolved)}\n\n{batch_table(batch_algebra(resolved.config))}")
+    _say_what_takes_long()
     from limes.train import run_train
 
     if "check" in arguments.options:
@@ -186,6 +199,7 @@ def _train(arguments: Arguments) -> int:
 def _eval(arguments: Arguments) -> int:
     resolved = _resolve(_recipe_of(arguments, "eval"), arguments.settings, trains=False)
     k = _pass_at(arguments.options.get("k"), resolved.config.eval.n_samples_per_prompt)
+    _say_what_takes_long()
     from limes.evaluate import run_eval
 
     return run_eval(resolved, k=k)
@@ -210,6 +224,7 @@ def _sample(arguments: Arguments) -> int:
         raise ValueError('limes sample needs a prompt in quotes: limes sample --model.path MODEL "What is 2 + 2?"')
     *recipe, prompt = arguments.positional
     resolved = _resolve(recipe[0] if recipe else None, arguments.settings, trains=False)
+    _say_what_takes_long()
     from limes.sampling import run_sample
 
     return run_sample(resolved, prompt=prompt)

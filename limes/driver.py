@@ -71,6 +71,13 @@ def with_num_rollout(config: Config, num_rollout_per_epoch: int | None, tracking
             f"({samples} in {steps})"
         )
         tracking.console.notice(f"plan: {num_of(num_rollout, 'rollout')} of {work}{epoch}")
+        alone = config.critic.num_critic_only_steps
+        if rollout.num_rollout is None and alone >= num_rollout:
+            tracking.console.warn(
+                f"critic.num_critic_only_steps = {alone} leaves the policy none of the "
+                f"{num_of(num_rollout, 'rollout')} of rollout.num_epoch = {rollout.num_epoch}; "
+                f"lower it to {num_rollout - 1} or less"
+            )
     settled = rollout.model_copy(update={"num_rollout": num_rollout})
     return config.model_copy(update={"rollout": settled}), num_rollout
 

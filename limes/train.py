@@ -12,7 +12,7 @@ from limes.cluster.resume import refuse_unusable_checkpoint
 from limes.cluster.roles import create_rollout_manager, create_training_models
 from limes.config import Config, Resolved
 from limes.driver import Roles, run_to_the_end, show_samples, with_num_rollout
-from limes.periodic import should_run_periodic_action
+from limes.periodic import owes_evaluation, should_run_periodic_action
 from limes.run.tracking import Tracking
 
 
@@ -34,8 +34,8 @@ async def train(config: Config, tracking: Tracking) -> None:
         # always before anything is generated: the trainer's weights may be those of a checkpoint
         await hand_over(actor, manager, plan, check=config.weights.check_update_equal)
 
-        if num_rollout == 0:
-            await manager.eval(0)
+        if num_rollout == 0 or owes_evaluation(config, actor.start_rollout_id, num_rollout_per_epoch):
+            await manager.eval(actor.start_rollout_id if num_rollout else 0)
 
         await show_samples(manager, config, tracking, "before training")
 

@@ -51,7 +51,8 @@ def group_relative(
         std: `sample` divides squares by n - 1, `population` by n, `none` leaves the centred reward (eps is not used).
         eps: added to the spread.
         valid: `[num_samples]`, false for samples outside every statistic; None for all.
-        singletons: what a group with one valid sample gets: `zero` with a warning, `raw` its reward, `error` a refusal.
+        singletons: what a group with one valid sample gets: `zero` with a warning, `zero_quietly`, `raw` its reward,
+            `error` a refusal.
 
     Returns:
         `[num_samples]`, in the dtype of a float tensor, else float64; statistics run in float64. Invalid samples and
@@ -199,6 +200,10 @@ def _zero_with_warning(advantages: Tensor, _stats: GroupStatistics, alone: Tenso
     return advantages
 
 
+def _zero(advantages: Tensor, _stats: GroupStatistics, _alone: Tensor) -> Tensor:
+    return advantages
+
+
 def _raw_reward(advantages: Tensor, stats: GroupStatistics, alone: Tensor) -> Tensor:
     return torch.where(alone, stats.rewards, advantages)
 
@@ -211,5 +216,5 @@ def _refuse(_advantages: Tensor, _stats: GroupStatistics, alone: Tensor) -> Tens
 
 
 _SINGLETONS: Mapping[str, Callable[[Tensor, GroupStatistics, Tensor], Tensor]] = MappingProxyType(
-    {"zero": _zero_with_warning, "raw": _raw_reward, "error": _refuse}
+    {"zero": _zero_with_warning, "zero_quietly": _zero, "raw": _raw_reward, "error": _refuse}
 )

@@ -204,6 +204,10 @@ class TrainGroup:
         """Take weights, optimizer and schedule from a checkpoint folder."""
         await self._all("load", folder)
 
+    async def skip_versions(self, num: int) -> None:
+        """Count versions that an earlier run has given out."""
+        await self._all("skip_versions", num)
+
     async def dispose(self) -> None:
         """End the workers' threads."""
         gc.unfreeze()

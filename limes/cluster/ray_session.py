@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +146,7 @@ class RaySession:
     def _connect(self, layout: Layout) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         address = os.environ.get(ADDRESS)
-        with self.console.phase("join Ray" if address else "start Ray", detail=address or ""):
+        with self.console.phase("join Ray" if address else "start Ray", detail=address or ""), own_sigterm():
             if address:
                 self._ray.init(address=address, **options)
             else:
@@ -229,3 +232,14 @@ def num_threads() -> int:
     import torch
 
     return torch.get_num_threads()
+
+
+@contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Keep what SIGTERM does: Ray's start would make it leave at once, with nothing disposed."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)

@@ -50,6 +50,8 @@ async def load_checkpoint(
     start = await manager.load(folder) + 1
     if has_actor(config, folder, start):
         await actor.load(folder)
+    else:
+        await actor.skip_versions(start)  # engines may have been given the same weights after each of its rollouts
     if critic is not None:
         await critic.load(folder)
     refuse_nothing_to_do(config, start)

@@ -113,6 +113,10 @@ class TrainRole:
         """See the worker's `load`."""
         self._awake(lambda: self._worker.load(folder))
 
+    def skip_versions(self, num: int) -> None:
+        """Count versions that an earlier run has given out."""
+        self._worker.weight_version += num
+
     def offload(self) -> int:
         """Leave the device; the bytes that were freed."""
         freed = self.memory.offload()

@@ -145,6 +145,16 @@ def _critic_has_ppo(config: Config) -> Iterator[str]:
             )
 
 
+def _policy_learns(config: Config) -> Iterator[str]:
+    num, alone = config.rollout.num_rollout, config.critic.num_critic_only_steps
+    has_critic = config.algorithm.advantage_estimator == "ppo" and not config.cluster.debug_rollout_only
+    if has_critic and num is not None and alone >= num:
+        yield (
+            f"critic.num_critic_only_steps = {alone} leaves the policy none of rollout.num_rollout = {num}; "
+            f"lower it to {num - 1} or less, or raise rollout.num_rollout"
+        )
+
+
 Check = Callable[["Config"], Iterator[str]]
 ALWAYS: tuple[Check, ...] = (
     _length_of_run,
@@ -157,4 +167,11 @@ ALWAYS: tuple[Check, ...] = (
     *PARALLEL,
 )
 COMMON: tuple[Check, ...] = (_steps_divide, _schedule, check_aggregation)
-POLICY: tuple[Check, ...] = (_over_sampling, _filter_has_peers, _one_policy, _critic_has_ppo, *ALGORITHM)
+POLICY: tuple[Check, ...] = (
+    _over_sampling,
+    _filter_has_peers,
+    _one_policy,
+    _critic_has_ppo,
+    _policy_learns,
+    *ALGORITHM,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-MAX_ROWS = 96
+MAX_ROWS = 512
 
 
 class CpuLinear(nn.Linear):

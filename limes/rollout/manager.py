@@ -21,7 +21,7 @@ from limes.rollout.evaluation import EvalSet, eval_metrics, evaluate
 from limes.rollout.filters import Filter
 from limes.rollout.groups import CollectedGroups, GroupLoop
 from limes.rollout.metrics import Metrics, rollout_metrics
-from limes.rollout.remarks import failure_remarks, rollout_remarks
+from limes.rollout.remarks import failure_remarks, rollout_remarks, singleton_remarks
 from limes.rollout.sampling import Sampler
 from limes.rollout.shards import length_term_of, make_shards
 from limes.rollout.state import read_state, write_state
@@ -227,7 +227,8 @@ class RolloutManager:
         metrics: Metrics = rollout_metrics(found, self.config.reward.key, shard)
         metrics["perf/rollout_time_s"] = Max(seconds)
         metrics["perf/rollout_tokens_per_s"] = Sum(num_tokens / seconds)
-        return Report(reduce([metrics]), rollout_remarks(kept, shard))
+        remarks = rollout_remarks(kept, shard) + singleton_remarks(shard, self.config.algorithm)
+        return Report(reduce([metrics]), remarks)
 
     async def _onload(self, tag: str) -> None:
         if tag in self._offloaded:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from limes.config.algorithm import AlgorithmConfig
+from limes.config.algorithm_checks import GROUP_BASELINES
 from limes.config.counting import num_of
 from limes.records import Sample, Status, TrainShard
 from limes.rollout.sampling import cause_of, has_answer
@@ -17,6 +20,22 @@ def rollout_remarks(samples: Sequence[Sample], shard: TrainShard) -> list[str]:
     if all(reward is None for reward in shard.rewards):
         remarks.append(f"nothing to train on: none of {num_of(len(samples), 'answer')} has a reward that trains")
     return remarks
+
+
+def singleton_remarks(shard: TrainShard, algorithm: AlgorithmConfig) -> list[str]:
+    """Groups that have one answer to learn from, where an answer is compared with its siblings alone."""
+    compares = algorithm.advantage_estimator in (*GROUP_BASELINES, "step_wise")
+    if not compares or algorithm.singletons != "zero":
+        return []
+    columns = zip(shard.group_ids, shard.rewards, shard.num_trained_tokens, strict=True)
+    answers = Counter(group for group, reward, num in columns if reward is not None and num)
+    alone = sum(count == 1 for count in answers.values())
+    if not alone:
+        return []
+    return [
+        f"{alone} of {num_of(len(answers), 'group')} had one answer that trains: it has nothing to be compared with, "
+        "so its advantage is 0 (algorithm.singletons)"
+    ]
 
 
 def failure_remarks(samples: Sequence[Sample]) -> list[str]:

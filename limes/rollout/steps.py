@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from limes.records import Sample
@@ -86,7 +87,7 @@ def _span(span: Any, response_length: int, where: str) -> tuple[int, int]:
 
 def _apart(spans: list[tuple[int, int]], where: str) -> list[tuple[int, int]]:
     ordered = sorted(spans)
-    for (first, end), (start, last) in zip(ordered, ordered[1:], strict=False):
+    for (first, end), (start, last) in pairwise(ordered):
         if start < end:
-            raise ValueError(f"{where}: spans {[first, end]} and {[start, last]} overlap: a token would be in two steps")
+            raise ValueError(f"{where}: spans {[first, end]} and {[start, last]} overlap: no token is in two steps")
     return spans

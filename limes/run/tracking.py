@@ -138,7 +138,7 @@ def without_number(metrics: Mapping[str, float]) -> list[str]:
     if advantages := metrics.get("train/nonfinite_advantages"):
         why = f": {advantages:.2%} of the advantages (algorithm.advantage_estimator) are not finite"
     elif losses := metrics.get("train/nonfinite_losses"):
-        why = f": {losses:.2%} of the token losses (algorithm.policy_loss) are not finite"
+        why = f": {losses:.2%} of the token losses (algorithm.policy_loss, or the model itself) are not finite"
     elif not math.isfinite(metrics.get("train/loss", 0.0)):
         why = ": the losses of all tokens are finite, and what algorithm.aggregation makes of them is not"
     return [f"{num_of(int(num), 'gradient')} not finite, so {num_of(int(num), 'optimizer step')} moved nothing{why}"]

@@ -12,23 +12,26 @@ from limes.records import Sample
 from limes.rewards.function import import_function
 from limes.rollout.steps import STEP_WISE, read_steps
 
+
 def build_estimator(algorithm: AlgorithmConfig) -> tuple[Estimator, EstimatorSettings]:
     """The estimator and its settings.
 
     Raises:
         ValueError: a function of the user's that cannot be imported.
     """
+    name = algorithm.advantage_estimator
+    # the rollout's remarks tell a person of singletons
+    quiet = name in ESTIMATORS and algorithm.singletons == "zero"
     settings = EstimatorSettings(
         std=algorithm.advantage_std,
         eps=algorithm.advantage_eps,
-        singletons=algorithm.singletons,
+        singletons="zero_quietly" if quiet else algorithm.singletons,
         kl_coef=algorithm.kl_coef,
         gamma=algorithm.gamma,
         lambd=algorithm.lambd,
         outcome_coef=algorithm.outcome_coef,
         normalize_advantages=bool(algorithm.normalize_advantages),
     )
-    name = algorithm.advantage_estimator
     return ESTIMATORS[name] if name in ESTIMATORS else _own(name), settings
 
 

@@ -224,14 +224,15 @@ def _aggregation(config: Config) -> Callable[[Tensor, Tensor, Sequence[int], Ste
 
         return built_in
     function = import_function(name, "algorithm.aggregation")
+    where = f"algorithm.aggregation = {name} returned"
 
     def own(losses: Tensor, mask: Tensor, lengths: Sequence[int], total: StepTotal) -> Tensor:
         loss = function(losses, mask, lengths, num_tokens=total.tokens, num_sequences=total.sequences)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = describe_result(loss)
-            raise ValueError(f"algorithm.aggregation = {name} returned {found}; it must return a tensor with one number")
+            raise ValueError(f"{where} {found}; it must return a tensor with one number")
         if losses.requires_grad and not loss.requires_grad:
-            raise ValueError(f"algorithm.aggregation = {name} returned a loss without gradient; make it from the losses")
+            raise ValueError(f"{where} a loss without gradient; make it from the losses it is given")
         return loss
 
     return own

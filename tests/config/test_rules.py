@@ -51,6 +51,10 @@ BROKEN = [
     ({"critic.path": "x"}, "set the estimator to ppo, or leave critic.path out"),
     ({"critic.value_clip": None}, "critic.value_clip = None has no effect"),
     ({"critic.num_critic_only_steps": 1}, "critic.num_critic_only_steps = 1 has no effect"),
+    (
+        {**PPO, "rollout.num_rollout": 3, "critic.num_critic_only_steps": 3},
+        "critic.num_critic_only_steps = 3 leaves the policy none of rollout.num_rollout = 3; lower it to 2 or less",
+    ),
     ({**PPO, "critic.min_lr": 1e-9}, "critic.min_lr = 1e-09 has no effect with critic.lr_schedule = constant"),
     ({**PPO, "critic.min_lr": 1, "critic.lr_schedule": "linear"}, "critic.min_lr = 1.0 is above critic.lr = 1e-05"),
 ]

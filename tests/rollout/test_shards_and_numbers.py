@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from rollout_fakes import new_sample
 
 from limes.config import load_config
+from limes.config.algorithm import AlgorithmConfig
 from limes.records import Sample, Status
 from limes.rollout.groups import CollectedGroups
 from limes.rollout.metrics import equal_groups, rollout_metrics, sample_metrics
-from limes.rollout.remarks import failure_remarks, rollout_remarks
+from limes.rollout.remarks import failure_remarks, rollout_remarks, singleton_remarks
 from limes.rollout.shards import length_term_of, make_shards
 from limes.run.metrics import combine, reduce
 
@@ -210,6 +211,16 @@ def test_equal_rewards_are_no_remark_of_the_rollout() -> None:
     """Whether they move something depends on the estimator, which training knows."""
     samples = [answered(0, 1.0), answered(1, 1.0)]
     assert rollout_remarks(samples, make_shards(0, samples)[0]) == []
+
+
+def test_groups_of_one_answer_that_trains_are_a_remark_where_answers_are_compared() -> None:
+    samples = [answered(0, 1.0), answered(1, None), answered(2, 1.0, group=1), answered(3, 0.0, group=1)]
+    (shard,) = make_shards(0, samples)
+    (remark,) = singleton_remarks(shard, AlgorithmConfig())
+    assert remark.startswith("1 of 2 groups had one answer that trains: it has nothing to be compared with")
+    assert singleton_remarks(shard, AlgorithmConfig(singletons="raw")) == []
+    assert singleton_remarks(shard, AlgorithmConfig(advantage_estimator="reinforce_plus_plus")) == []
+    assert singleton_remarks(make_shards(0, samples[2:])[0], AlgorithmConfig()) == []
 
 
 def test_a_rollout_with_nothing_to_train_on_says_so_and_why() -> None:

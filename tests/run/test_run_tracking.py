@@ -2,7 +2,7 @@
 
 import pytest
 
-from limes.run.tracking import without_signal
+from limes.run.tracking import without_number, without_signal
 
 SCORED = {"rollout/trained_samples": 8.0, "rollout/zero_std_frac": 1.0}
 
@@ -29,3 +29,22 @@ def test_a_training_that_moved_nothing_is_called_no_signal(train: dict, rollout:
 )
 def test_a_training_that_moved_something_is_not(train: dict, rollout: dict) -> None:
     assert without_signal(train, rollout) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"train/nonfinite_advantages": 0.5, "train/nonfinite_losses": 0.5}, ": 50.00% of the advantages (algorithm."),
+        (
+            {"train/nonfinite_losses": 0.25},
+            ": 25.00% of the token losses (algorithm.policy_loss, or the model itself) are",
+        ),
+        ({"train/loss": float("nan")}, ": the losses of all tokens are finite, and what algorithm.aggregation makes"),
+        ({"train/loss": 1.0}, "moved nothing"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_told_with_where_it_begins(metrics: dict, words: str) -> None:
+    (remark,) = without_number(metrics | {"train/nonfinite_grads": 2.0})
+    assert remark.startswith("2 gradients not finite, so 2 optimizer steps moved nothing")
+    assert words in remark
+    assert without_number(metrics | {"train/nonfinite_grads": 0.0}) == []

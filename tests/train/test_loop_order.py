@@ -201,7 +201,7 @@ class Trace:
         self.err = io.StringIO()
         self.configs: list[Config] = []
         self.tracking: Tracking | None = None
-        self._monkeypatch = monkeypatch
+        self.monkeypatch = monkeypatch
 
     def __call__(
         self, *, per_epoch: int | None = None, start: int = 0, fail_in: str | None = None, **overrides: object
@@ -227,7 +227,7 @@ class Trace:
             return FakeTrainer(calls, start, fail_in), critic
 
         for stand_in in (create_placement_groups, create_rollout_manager, create_training_models):
-            self._monkeypatch.setattr(loop, stand_in.__name__, stand_in)
+            self.monkeypatch.setattr(loop, stand_in.__name__, stand_in)
         defaults = {"run.dir": str(self.folder), "run.num_shown_samples": 0}
         config = load_config(None, defaults | overrides)
         self.tracking = init_tracking(config, "trace", Console(out=io.StringIO(), err=self.err))
@@ -299,9 +299,33 @@ def test_the_trainer_is_told_how_long_the_run_is(trace: Trace) -> None:
     assert trace.configs[0].rollout.num_rollout == 6
 
 
+def test_epochs_that_leave_the_policy_nothing_are_told_of(trace: Trace) -> None:
+    trace(per_epoch=2, **PPO, **settings(rollout__num_epoch=1, critic__num_critic_only_steps=2))
+    assert "critic.num_critic_only_steps = 2 leaves the policy none of the 2 rollouts" in trace.err.getvalue()
+
+
 def test_a_checkpoint_is_continued_after_its_rollout_without_a_first_evaluation(trace: Trace) -> None:
     calls = trace(start=2, **settings(rollout__num_rollout=4, eval__interval=4))
     assert calls == [*START, *step(2), *step(3, last=True), "eval 4", *END]
+
+
+@pytest.mark.parametrize("was_made", [False, True])
+def test_an_evaluation_that_a_checkpoint_owes_comes_first(trace: Trace, tmp_path: Path, was_made: bool) -> None:
+    """A save precedes the evaluation, so a run may end between the two."""
+    checkpoint = tmp_path / "earlier" / "checkpoints" / "000001"
+    if was_made:
+        (tmp_path / "earlier" / "rollouts").mkdir(parents=True)
+        (tmp_path / "earlier" / "rollouts" / "000002.eval.jsonl").touch()
+    trace.monkeypatch.setattr(loop, "refuse_unusable_checkpoint", lambda config: None)
+    calls = trace(start=2, **settings(rollout__num_rollout=3, eval__interval=2, checkpoint__load=str(checkpoint)))
+    assert calls == [*START, *([] if was_made else ["eval 2"]), *step(2, last=True), *END]
+
+
+def test_a_checkpoint_of_the_critic_alone_owes_no_evaluation(trace: Trace, tmp_path: Path) -> None:
+    trace.monkeypatch.setattr(loop, "refuse_unusable_checkpoint", lambda config: None)
+    options = settings(rollout__num_rollout=3, eval__interval=2, critic__num_critic_only_steps=2)
+    calls = trace(start=2, **PPO, **options, **settings(checkpoint__load=str(tmp_path / "000001")))
+    assert calls == [*START, *step_with_critic(2, last=True), *END_WITH_CRITIC]
 
 
 def test_answers_are_shown_before_and_after(trace: Trace) -> None:

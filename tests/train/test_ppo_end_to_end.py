@@ -70,7 +70,7 @@ def test_a_critic_that_learned_alone_leaves_a_checkpoint_that_samples_as_the_sta
     settings, tmp_path: Path
 ) -> None:
     alone = {"critic__num_critic_only_steps": 2}
-    assert run_train(settings(run__name="a", rollout__num_rollout=2, **alone)) == 0
+    assert run_train(settings(run__name="a", rollout__num_rollout=3, **alone)) == 0
     checkpoint = str(tmp_path / "runs" / "a" / "checkpoints" / "000001")
     for name, options in {"start": {}, "alone": {"checkpoint__load": checkpoint}}.items():
         assert run_train(settings(run__name=name, rollout__num_rollout=0, **alone, **options)) == 0
@@ -93,11 +93,11 @@ def test_a_checkpoint_goes_on_as_if_nothing_was(settings, tmp_path: Path, saved:
         one, two = (load_file(runs / name / "checkpoints" / "000003" / part) for name in ("straight", "resumed"))
         assert one.keys() == two.keys()
         assert all((one[name] == two[name]).all() for name in one), part
-    assert versions(runs / "resumed", 3) == versions(runs / "straight", 3) == {2}
+    assert versions(runs / "resumed", 3) == versions(runs / "straight", 3) == {4}
 
 
 def test_an_earlier_critic_can_be_the_start_of_another(settings, tmp_path: Path) -> None:
-    assert run_train(settings(run__name="a", rollout__num_rollout=3, critic__num_critic_only_steps=3)) == 0
+    assert run_train(settings(run__name="a", rollout__num_rollout=4, critic__num_critic_only_steps=3)) == 0
     checkpoint = str(tmp_path / "runs" / "a" / "checkpoints" / "000002")
     assert run_train(settings(run__name="b", rollout__num_rollout=1, critic__path=checkpoint)) == 0
     first, second = (steps_with(tmp_path / "runs" / name, "train/explained_variance")[0] for name in ("a", "b"))
@@ -136,7 +136,7 @@ def test_the_recipe_runs(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_critic_alone_says_what_it_lacks(settings, tmp_path: Path) -> None:
-    assert run_train(settings(run__name="a", rollout__num_rollout=2, critic__num_critic_only_steps=2)) == 0
+    assert run_train(settings(run__name="a", rollout__num_rollout=3, critic__num_critic_only_steps=2)) == 0
     checkpoint = str(tmp_path / "runs" / "a" / "checkpoints" / "000001")
     for algorithm in ("ppo", "grpo"):
         fewer = settings(checkpoint__load=checkpoint, algorithm__advantage_estimator=algorithm, critic__lr=1e-5)

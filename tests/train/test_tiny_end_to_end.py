@@ -120,11 +120,18 @@ def test_sampling_streams_one_answer_that_its_seed_decides(settings, capsys: pyt
     assert len(answers[0]) > 1
 
 
+MOMENTS = ["load model", "evaluate before rollout 0: started", "generate rollout 0: started", " 0/200", " 3/200"]
+
+
 @pytest.mark.parametrize(
-    "moment", ["load model", "evaluate before rollout 0: started", "generate rollout 0: started", " 0/200", " 3/200"]
+    ("moment", "sent", "code"),
+    [*((moment, signal.SIGINT, 130) for moment in MOMENTS)]
+    + [(moment, signal.SIGTERM, 143) for moment in ("loading PyTorch", *MOMENTS[2:4])],
 )
-def test_ctrl_c_leaves_nothing_half_done(place: Path, tmp_path: Path, moment: str) -> None:
-    """One line, exit code 130, no half-written file, no process left."""
+def test_ctrl_c_and_sigterm_leave_nothing_half_done(
+    place: Path, tmp_path: Path, moment: str, sent: signal.Signals, code: int
+) -> None:
+    """One line, exit code 130 or 143, no half-written file, no process left."""
     command = [sys.executable, "-c", "import sys; from limes.cli import main; sys.exit(main())", "train"]
     flags = {
         "model.path": place / "model",
@@ -153,9 +160,9 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, tmp_path: Path, moment: st
     for line in process.stdout:
         if moment in line:
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     rest = process.stdout.read().splitlines()
-    assert process.wait() == 130
+    assert process.wait() == code
     assert sum("interrupted" in line for line in rest) == 1
     assert not any("Traceback" in line for line in rest)
     left = [path.name for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".unfinished")]

@@ -254,6 +254,23 @@ def test_samples_outside_training_teach_the_critic_nothing() -> None:
     torch.testing.assert_close(critic_parameters(worker), critic_parameters(other), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_tokens_without_an_engine_log_prob_are_none_of_the_critics(num_steps: int) -> None:
+    """The actor leaves them out, so GAE walks over the same tokens here, and they are in no denominator."""
+    config = ppo_config(trainer={"num_steps_per_rollout": num_steps})
+    missing, masked = (make_shard(exact_policy(), config) for _ in range(2))
+    num = 0
+    for holed, cut in zip(missing.samples, masked.samples, strict=True):
+        trained = [i for i, marked in enumerate(cut.loss_mask) if marked]
+        if len(trained) > 1:
+            holed.rollout_log_probs[trained[0]], cut.loss_mask[trained[0]] = NAN, 0
+            num += 1
+    worker, other = critic_for(config), critic_for(config)
+    assert worker.train(0, missing) == other.train(0, shard_of(masked.samples))
+    assert num > 2
+    torch.testing.assert_close(critic_parameters(worker), critic_parameters(other), rtol=0, atol=1e-12)
+
+
 # Learning
 
 

@@ -83,3 +83,11 @@ def test_what_a_users_estimator_may_not_return(name: str, words: str) -> None:
     row, settings = build_estimator(AlgorithmConfig(advantage_estimator=f"{__name__}:{name}"))
     with pytest.raises(ValueError, match=f"algorithm.advantage_estimator = .*{name} returned {words}"):
         estimate(row, EstimatorInputs([1.0], [0], [3], torch.ones(3)), settings)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.filterwarnings("error")
+def test_a_run_has_remarks_and_no_python_warning_for_groups_of_one(name: str) -> None:
+    row, settings = build_estimator(AlgorithmConfig(advantage_estimator=name))
+    advantages, _ = estimate(row, EstimatorInputs([1.0], [0], [3], torch.ones(3)), settings)
+    assert advantages.tolist() == [0, 0, 0]

@@ -206,16 +206,67 @@ def test_a_formula_of_ones_own_is_the_built_in_one(rollout, own, correction):
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-12)
 
 
+def losses_alone(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs
+
+
+def mean_already(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs.mean(), {}
+
+
+def metric_as_number(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs, {"mine": 1.0}
+
+
+def without_gradient(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs.detach(), {}
+
+
+def sum_without_gradient(losses, mask, lengths, *, num_tokens, num_sequences):
+    return losses.detach().sum()
+
+
+def advantages_without_number(inputs, settings):
+    return torch.full((inputs.mask.numel(),), float("nan"))
+
+
+def losses_without_number(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs / 0, {}
+
+
+@pytest.mark.parametrize("name", ["advantages_without_number", "losses_without_number"])
+def test_where_a_gradient_that_is_not_finite_begins_is_counted(rollout, name):
+    setting = "advantage_estimator" if name.startswith("advantages") else "policy_loss"
+    config = make_config(rollout=SMALL, algorithm={setting: f"{OWN}:{name}"})
+    metrics = worker_for(exact_policy(num_layers=1, hidden_size=16), config).train(0, rollout[1])
+    assert metrics["train/nonfinite_grads"] == 1
+    assert metrics["train/nonfinite_advantages"] == float(setting == "advantage_estimator")
+    assert metrics["train/nonfinite_losses"] == 1
+
+
+NOT_AS_PROMISED = {
+    "losses_alone": r"a tensor of shape \[\d+\]; it must return a tensor of \d+ losses, one a token, and a dict",
+    "mean_already": r"a tensor of shape \[\] as losses; it must",
+    "metric_as_number": "a float as metric 'mine'; it must",
+    "without_gradient": "losses without gradient",
+    "sum_without_gradient": "a loss without gradient",
+}
+
+
 def test_a_formula_of_ones_own_must_give_what_was_asked_for(rollout):
     policy = exact_policy(num_layers=1, hidden_size=16)
 
     def train(**algorithm):
         worker_for(policy, make_config(rollout=SMALL, algorithm=algorithm)).train(0, rollout[1])
 
-    with pytest.raises(ValueError, match=r"returned \[1.0\]; it must return a tensor with one number"):
+    with pytest.raises(ValueError, match=r"returned a list; it must return a tensor with one number"):
         train(aggregation=f"{OWN}:returns_a_list")
     with pytest.raises(ValueError, match="too_few_advantages returned a tensor of shape"):
         train(advantage_estimator=f"{OWN}:too_few_advantages")
+    for name, words in NOT_AS_PROMISED.items():
+        setting = "aggregation" if name == "sum_without_gradient" else "policy_loss"
+        with pytest.raises(ValueError, match=f"algorithm.{setting} = {OWN}:{name} returned {words}"):
+            train(**{setting: f"{OWN}:{name}"})
     with pytest.raises(ValueError, match="no 'nothing'"):
         train(policy_loss=f"{OWN}:nothing")
     assert own_advantage.__doc__
