@@ -119,3 +119,31 @@ def reward_alone(inputs, settings):
     rewards = torch.tensor([0.0 if reward is None else float(reward) for reward in inputs.rewards])
     own = rewards if inputs.partition is None else rewards[torch.as_tensor(inputs.partition)]
     return per_token(own, inputs.lengths, inputs.mask)
+
+
+def advantages_without_number(inputs, settings):
+    return torch.full((inputs.mask.numel(),), float("nan"))
+
+
+def losses_without_number(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs / 0, {}
+
+
+def losses_alone(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs
+
+
+def mean_already(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs.mean(), {}
+
+
+def metric_as_number(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs, {"mine": 1.0}
+
+
+def without_gradient(log_probs, old_log_probs, advantages, *, lengths, mask):
+    return log_probs.detach(), {}
+
+
+def sum_without_gradient(losses, mask, lengths, *, num_tokens, num_sequences):
+    return losses.detach().sum()

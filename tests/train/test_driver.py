@@ -145,6 +145,8 @@ def test_cancelling_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path)
     under_way, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow:
+        has_workers = True
+
         async def save_model(self, rollout_id: int, folder: Path, force_sync: bool = False) -> None:
             under_way.set()
             await go_on.wait()

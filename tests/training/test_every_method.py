@@ -206,34 +206,6 @@ def test_a_formula_of_ones_own_is_the_built_in_one(rollout, own, correction):
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-12)
 
 
-def losses_alone(log_probs, old_log_probs, advantages, *, lengths, mask):
-    return log_probs
-
-
-def mean_already(log_probs, old_log_probs, advantages, *, lengths, mask):
-    return log_probs.mean(), {}
-
-
-def metric_as_number(log_probs, old_log_probs, advantages, *, lengths, mask):
-    return log_probs, {"mine": 1.0}
-
-
-def without_gradient(log_probs, old_log_probs, advantages, *, lengths, mask):
-    return log_probs.detach(), {}
-
-
-def sum_without_gradient(losses, mask, lengths, *, num_tokens, num_sequences):
-    return losses.detach().sum()
-
-
-def advantages_without_number(inputs, settings):
-    return torch.full((inputs.mask.numel(),), float("nan"))
-
-
-def losses_without_number(log_probs, old_log_probs, advantages, *, lengths, mask):
-    return log_probs / 0, {}
-
-
 @pytest.mark.parametrize("name", ["advantages_without_number", "losses_without_number"])
 def test_where_a_gradient_that_is_not_finite_begins_is_counted(rollout, name):
     setting = "advantage_estimator" if name.startswith("advantages") else "policy_loss"
