@@ -23,7 +23,7 @@ GARBAGE = [
     b"1",
     [1.0],
     (1.0,),
-    object(),
+    Ellipsis,
     np.array([1.0]),
     np.str_("1"),
     np.float32("nan"),

@@ -63,16 +63,16 @@ def sample_tokens(logits_RV: Tensor, draws: Sequence[Draw]) -> tuple[list[int], 
     for r, draw in enumerate(draws):
         if draw.banned:
             logits_RV[r, list(draw.banned)] = -torch.inf
-    peak, best = logits_RV.max(-1, keepdim=True)
-    logits_RV.sub_(peak)  # before the division, which would overflow at low temperatures
+    greedy = [r for r, draw in enumerate(draws) if draw.sampling.temperature == 0]
+    best = logits_RV[greedy].argmax(-1)
+    logits_RV.sub_(logits_RV.amax(-1, keepdim=True))  # before the division, which would overflow at low temperatures
     temperatures = [draw.sampling.temperature or 1.0 for draw in draws]
     if any(t != 1.0 for t in temperatures):
         logits_RV.div_(torch.tensor(temperatures, device=logits_RV.device)[:, None])
     probs_RV = logits_RV.exp_()
     _cut(probs_RV, draws)
     chosen, total = _invert(probs_RV, torch.from_numpy(uniform_noise(draws)).to(logits_RV.device))
-    greedy = torch.tensor([draw.sampling.temperature == 0 for draw in draws], device=logits_RV.device)
-    chosen = torch.where(greedy, best[:, 0], chosen)
+    chosen[greedy] = best
     log_probs = probs_RV.gather(-1, chosen[:, None])[:, 0].double().log() - total.log()
     return chosen.tolist(), log_probs.clamp(max=0).tolist()
 
