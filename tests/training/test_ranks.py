@@ -71,13 +71,17 @@ def assert_same(found: tuple, wanted: tuple, tolerance: float, weights: float) -
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_any_layout_gives_the_same_metrics_and_weights(pool: RankPool, sizes: tuple[int, ...]) -> None:
-    cases = [(sections, "turn", EXACT, {}) for sections in METHODS.values()]
-    for found in pool.run(layout_of(sizes), replay_many, cases):
-        for name, one in zip(METHODS, found, strict=True):
+    layout = layout_of(sizes)
+    names = (
+        list(METHODS) if layout.size == 2 else ["reinforce_plus_plus"]
+    )  # four processes on two cores take their time
+    cases = [(METHODS[name], "turn", EXACT, {}) for name in names]
+    for found in pool.run(layout, replay_many, cases):
+        for name, one in zip(names, found, strict=True):
             assert_same(one, alone(name, "turn", EXACT), 1e-10, 1e-10)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (1, 1, 2, 2)], ids=str)
 def test_single_precision_agrees_to_its_own(pool: RankPool, sizes: tuple[int, ...]) -> None:
     cases = [(sections, "turn", SINGLE, {}) for sections in METHODS.values()]
     for found in pool.run(layout_of(sizes), replay_many, cases):
@@ -88,12 +92,16 @@ def test_single_precision_agrees_to_its_own(pool: RankPool, sizes: tuple[int, ..
 
 
 @pytest.mark.parametrize(
-    ("sizes", "how"), [((1, 4, 1, 1), "empty"), ((1, 2, 2, 1), "empty"), ((2, 1, 1, 2), "one")], ids=str
+    ("sizes", "how", "hard"),
+    [((1, 2, 1, 1), "empty", HARD), ((1, 2, 2, 1), "empty", HARD[:2]), ((2, 1, 1, 2), "one", HARD[-1:])],
+    ids=["two", "four, empty", "four, one"],
 )
-def test_uneven_and_empty_shards_change_nothing(pool: RankPool, sizes: tuple[int, ...], how: str) -> None:
-    cases = [(sections, how, EXACT, {}) for _, sections in HARD]
+def test_uneven_and_empty_shards_change_nothing(
+    pool: RankPool, sizes: tuple[int, ...], how: str, hard: list[tuple[str, dict]]
+) -> None:
+    cases = [(sections, how, EXACT, {}) for _, sections in hard]
     for found in pool.run(layout_of(sizes), replay_many, cases):
-        for (name, _), one in zip(HARD, found, strict=True):
+        for (name, _), one in zip(hard, found, strict=True):
             assert_same(one, alone(name, "turn", EXACT), 1e-9, 1e-9)
 
 
