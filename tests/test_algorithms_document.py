@@ -44,7 +44,7 @@ def functions_of(path: Path) -> set[str]:
 def loaded(block: str, folder: Path) -> Config:
     (folder / "block.toml").write_text(block, encoding="utf-8")
     tomllib.loads(block)
-    return load_config(folder / "block.toml", {"rollout.num_rollout": 1})
+    return load_config(folder / "block.toml", {"rollout.num_rollout": 100})
 
 
 def test_the_entries_are_found_at_all() -> None:
