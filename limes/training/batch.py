@@ -91,14 +91,20 @@ def make_batch(
         values: `[T]` of the critic.
         merge: from this rank's moments to those of all, for whitening.
     """
-    lengths = [sample.response_length for sample in shard.samples]
-    loss_mask = trained_mask(shard, device)
-    rollout_log_probs = engine_log_probs(shard.samples).to(device)
-    mask = loss_mask * rollout_log_probs.isfinite()
-    inputs = EstimatorInputs(
+    loss_mask, mask, rollout_log_probs = token_masks(shard, device)
+    inputs = estimator_inputs(shard, mask, kl=kl, values=values)
+    advantages, _ = estimate(estimator, inputs, settings, merge=merge)
+    return TrainBatch(shard.samples, list(inputs.lengths), loss_mask, mask, advantages.to(device), rollout_log_probs)
+
+
+def estimator_inputs(
+    shard: TrainShard, mask: Tensor, *, kl: Tensor | None = None, values: Tensor | None = None
+) -> EstimatorInputs:
+    """What an estimator gets of a shard; arguments as in `make_batch`."""
+    return EstimatorInputs(
         rewards=shard.rewards,
         group_ids=shard.group_ids,
-        lengths=lengths,
+        lengths=[sample.response_length for sample in shard.samples],
         mask=mask,
         partition=shard.partition,
         valid=[num > 0 for num in shard.num_trained_tokens],
@@ -106,8 +112,13 @@ def make_batch(
         values=values,
         steps=steps_of(shard.samples),
     )
-    advantages, _ = estimate(estimator, inputs, settings, merge=merge)
-    return TrainBatch(shard.samples, lengths, loss_mask, mask, advantages.to(device), rollout_log_probs)
+
+
+def token_masks(shard: TrainShard, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """`TrainBatch.loss_mask`, `mask` and `rollout_log_probs` of a shard. Actor and critic train on the same tokens."""
+    loss_mask = trained_mask(shard, device)
+    rollout_log_probs = engine_log_probs(shard.samples).to(device)
+    return loss_mask, loss_mask * rollout_log_probs.isfinite(), rollout_log_probs
 
 
 def trained_mask(shard: TrainShard, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from limes.algorithms import value_loss
 from limes.algorithms.aggregate import aggregate
-from limes.algorithms.estimators import EstimatorInputs, estimate
+from limes.algorithms.estimators import estimate
 from limes.algorithms.metrics import Part, merge, reduce_tokens
 from limes.algorithms.whitening import measure
 from limes.config import Config
@@ -24,7 +24,7 @@ from limes.models.policy import enable_checkpointing
 from limes.models.value_head import ValueModel
 from limes.records import Sample, TrainShard
 from limes.training import checkpoint
-from limes.training.batch import engine_log_probs, optimizer_steps, trained_mask
+from limes.training.batch import estimator_inputs, optimizer_steps, token_masks
 from limes.training.estimator import build_estimator
 from limes.training.parallel.build import build_optimizer
 from limes.training.parallel.models import ranks_of
@@ -149,24 +149,16 @@ class CriticWorker:
     @torch.no_grad()
     def _targets(self, shard: TrainShard, kl: Sequence[Sequence[float]] | None) -> ValueTargets:
         assert (kl is not None) == bool(self.config.algorithm.kl_coef), "a reward with a KL in it needs the KL"
-        lengths = [sample.response_length for sample in shard.samples]
         device = self.model.device
-        # the actor's tokens, which are those that the engine gave a log-prob
-        mask = trained_mask(shard, device) * engine_log_probs(shard.samples).to(device).isfinite()
-        values = self._values(shard.samples)
-        inputs = EstimatorInputs(
-            rewards=shard.rewards,
-            group_ids=shard.group_ids,
-            lengths=lengths,
-            mask=mask,
-            partition=shard.partition,
-            valid=[num > 0 for num in shard.num_trained_tokens],
-            kl=None if kl is None else torch.tensor([k for row in kl for k in row], dtype=values.dtype, device=device),
-            values=values,
+        _, mask, _ = token_masks(shard, device)
+        values = self._forward.score(shard.samples, self.config.trainer.max_tokens_per_micro_batch)
+        flat_kl = (
+            None if kl is None else torch.tensor([k for row in kl for k in row], dtype=values.dtype, device=device)
         )
+        inputs = estimator_inputs(shard, mask, kl=flat_kl, values=values)
         merge = self.ranks.merge_moments
         _, returns = estimate(self._estimator, inputs, self._estimator_settings, merge=merge, dtype=values.dtype)
-        cut = [list(tensor.split(lengths)) for tensor in (mask, values, returns)]
+        cut = [list(tensor.split(inputs.lengths)) for tensor in (mask, values, returns)]
         return ValueTargets(shard.samples, *cut)
 
     def _num_missing(self, shard: TrainShard, targets: ValueTargets, own: Sequence[int]) -> int:
@@ -174,20 +166,6 @@ class CriticWorker:
         training = (i for i in own if shard.num_trained_tokens[shard.partition[i]] > 0)
         missing = sum(sum(targets.samples[i].loss_mask) - int(targets.masks[i].count_nonzero()) for i in training)
         return int(self.ranks.sum(torch.tensor(missing)))
-
-    def _values(self, samples: Sequence[Sample]) -> Tensor:
-        """Values of all tokens by the weights as they are, `[T]`."""
-        found: dict[int, Tensor] = {}
-        for indices in self._cut(samples):
-            if not indices:
-                self._forward.idle()
-                continue
-            part = [samples[i] for i in indices]
-            values = self._forward(part).split([sample.response_length for sample in part])
-            found.update(zip(indices, values, strict=True))
-        self._forward.scored()
-        nothing = torch.empty(0, device=self.model.device, dtype=self.model.head.weight.dtype)
-        return torch.cat([nothing, *(found[i] for i in range(len(samples)))])
 
     def _cut(self, samples: Sequence[Sample]) -> list[list[int]]:
         return self._forward.plan(samples, self.config.trainer.max_tokens_per_micro_batch)

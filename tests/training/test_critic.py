@@ -200,8 +200,8 @@ def test_mask_silence_of_the_critic(poison: float, monkeypatch: pytest.MonkeyPat
     clean = critic_for(config)
     clean.train(0, shard)
     dirty = critic_for(config)
-    own = dirty._values
-    monkeypatch.setattr(dirty, "_values", lambda samples: own(samples).masked_fill(hidden, poison))
+    own = dirty._forward.score
+    monkeypatch.setattr(dirty._forward, "score", lambda *args: own(*args).masked_fill(hidden, poison))
     dirty.train(0, shard)
     assert torch.equal(critic_parameters(clean), critic_parameters(dirty))
     a, b = ({k: v for k, v in w.report().items() if not k.startswith("perf/")} for w in (clean, dirty))
@@ -229,8 +229,8 @@ def test_mask_silence_bites(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = make_shard(exact_policy(), config)
     worker = critic_for(config)
     hidden = torch.tensor([m for s in shard.samples for m in s.loss_mask]) == 0
-    own = worker._values
-    monkeypatch.setattr(worker, "_values", lambda samples: own(samples).masked_fill(hidden, 1e9))
+    own = worker._forward.score
+    monkeypatch.setattr(worker._forward, "score", lambda *args: own(*args).masked_fill(hidden, 1e9))
     for sample in shard.samples:
         sample.loss_mask = [1] * sample.response_length
     before = critic_for(config)
