@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from limes.config import Config, Resolved, load_config
+from limes.config.derived import value_of
 from limes.config.schema import leaves
 
 LAYERS, HEADS, HEAD_DIM = 2, 4, 16
@@ -60,8 +61,8 @@ def shrink(config: Config, model: Path, folder: Path) -> Config:
         "run.name": None,
         "run.trackers": [],
     }
-    changed |= {path: min(value, most) for path, most in MOST.items() if (value := _value(config, path)) is not None}
-    longest = _value(config, "eval.max_response_len")
+    changed |= {path: min(value, most) for path, most in MOST.items() if (value := value_of(config, path)) is not None}
+    longest = value_of(config, "eval.max_response_len")
     changed["eval.max_response_len"] = None if longest is None else min(longest, MOST["rollout.max_response_len"])
     changed["rollout.min_new_tokens"] = min(config.rollout.min_new_tokens, 1)
     num_samples = changed["rollout.batch_size"] * changed["rollout.n_samples_per_prompt"]
@@ -71,9 +72,9 @@ def shrink(config: Config, model: Path, folder: Path) -> Config:
     )
     changed["critic.num_critic_only_steps"] = min(config.critic.num_critic_only_steps, 1)
     for path in ("model.ref_path", "teacher.path", "critic.path"):
-        if _value(config, path) is not None:
+        if value_of(config, path) is not None:
             changed[path] = str(model)
-    values = {path: _value(config, path) for path in leaves() if path.partition(".")[0] not in AS_BY_DEFAULT}
+    values = {path: value_of(config, path) for path in leaves() if path.partition(".")[0] not in AS_BY_DEFAULT}
     return load_config(None, values | changed)
 
 
@@ -116,8 +117,3 @@ def shrink_model(config: Config, folder: Path, tell: Callable[[str], None]) -> N
     )
     model.save_pretrained(folder)
     load_tokenizer(source, config.model.chat_template).save_pretrained(folder)
-
-
-def _value(config: Config, path: str) -> Any:
-    section, _, name = path.partition(".")
-    return getattr(getattr(config, section), name)

@@ -184,9 +184,11 @@ class Parking:
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
         """Each tensor's memory, once; made anew where it belongs to a file or another process."""
+        from limes.training.parallel.sharding import local_of
+
         found: dict[int, Any] = {}
         for tensor in tensors:
-            own = local(tensor)
+            own = local_of(tensor.detach())
             if not own.untyped_storage().resizable():
                 own.data = own.data.clone()
             storage = own.untyped_storage()
@@ -219,13 +221,6 @@ def trim() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a spread tensor; any other as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def view_of(content: Tensor) -> Any:

@@ -14,7 +14,7 @@ from limes.cluster.placement import Placement, Placements
 from limes.cluster.ray_host import Surroundings
 from limes.cluster.relay import Outbox, RelayConsole
 from limes.cluster.remote_engine import EngineFacts, EngineRole, RemoteEngine
-from limes.cluster.roles import build_critic, load_model, model_inside
+from limes.cluster.roles import build_critic, load_data, load_model, manager_on, model_inside
 from limes.cluster.train_role import EngineFeed, TrainRole
 from limes.config import Config
 from limes.config.parallel import lay_out
@@ -111,13 +111,6 @@ async def build_manager(
     """The rollout manager on the engines."""
     from limes.models.source import resolve_model
     from limes.models.tokenizer import load_tokenizer
-    from limes.rollout import (
-        Conversations,
-        build_rollout_manager,
-        build_sft_manager,
-        load_all_prompts,
-        load_conversations,
-    )
 
     if config.cluster.debug_train_only:
         return build_replay_manager(config, NoEngine(), samples_folder=around.rollouts, console=around.console)
@@ -126,17 +119,14 @@ async def build_manager(
     tokenizer = load_tokenizer(folder, config.model.chat_template)
     text = TextSide(tokenizer, facts[0].end_token_ids, facts[0].max_context_len, facts[0].vocab_size)
     console, samples = around.console, around.rollouts
-    supervised = config.algorithm.is_supervised
-    data = load_conversations(config, text, console) if supervised else load_all_prompts(config, text, console, ks)
+    data = load_data(config, text, console, ks)
     await asyncio.gather(*(engine.call("start", data.longest) for engine in engines))
     pool = EnginePool([RemoteEngine(engine) for engine in engines])
-    if isinstance(data, Conversations):
 
-        async def score(samples: Sequence[Sample]) -> list[float]:
-            return await engines[0].call("score", samples)
+    async def score(samples: Sequence[Sample]) -> list[float]:
+        return await engines[0].call("score", samples)
 
-        return build_sft_manager(config, text, pool, data, score=score, samples_folder=samples, console=console)
-    return build_rollout_manager(config, text, pool, data, samples_folder=samples, console=console)
+    return manager_on(pool, config, text, data, score=score, samples_folder=samples, console=console)
 
 
 async def build_trainer(around: Surroundings, config: Config, meeting: Meeting, engines: Sequence[RayActor]) -> Any:

@@ -20,6 +20,7 @@ from limes.config.model import ModelConfig
 from limes.records import Sample
 from limes.rollout import (
     Conversations,
+    Prompts,
     RolloutManager,
     build_rollout_manager,
     build_sft_manager,
@@ -32,7 +33,8 @@ from limes.run.tracking import Tracking
 
 if TYPE_CHECKING:
     from limes.engine.embedded.engine import EmbeddedEngine
-    from limes.models.policy import Policy
+    from limes.engine.protocol import Engine
+    from limes.models.policy import Policy, TextModel
     from limes.training.critic import CriticWorker
     from limes.training.ranks import Ranks
 
@@ -119,24 +121,47 @@ async def _build_manager(
     if config.cluster.debug_train_only:
         return _build_replay(config, placement, tracking, policy)
     await asyncio.sleep(0)  # a role that is ended meanwhile stops here
-    supervised = config.algorithm.is_supervised
-    data = load_conversations(config, policy, console) if supervised else load_all_prompts(config, policy, console, ks)
+    data = load_data(config, policy, console, ks)
     await asyncio.sleep(0)
     engine = start_engine(config, policy, data.longest)
     folder = tracking.folder.rollouts
     try:
-        if isinstance(data, Conversations):
-            score = answer_scorer(config, policy, engine)
-            manager: RolloutManager = build_sft_manager(
-                config, policy, engine, data, score=score, samples_folder=folder, console=console
-            )
-        else:
-            manager = build_rollout_manager(config, policy, engine, data, samples_folder=folder, console=console)
+        score = answer_scorer(config, policy, engine)
+        manager = manager_on(engine, config, policy, data, score=score, samples_folder=folder, console=console)
     except BaseException:
         await engine.close()
         raise
     placement.shared.policy, placement.shared.engine = policy, engine
     return manager
+
+
+def load_data(config: Config, policy: TextModel, console: Console, ks: Sequence[int] | None) -> Prompts | Conversations:
+    """What a run asks, or what it teaches.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    if config.algorithm.is_supervised:
+        return load_conversations(config, policy, console)
+    return load_all_prompts(config, policy, console, ks)
+
+
+def manager_on(
+    engine: Engine,
+    config: Config,
+    policy: TextModel,
+    data: Prompts | Conversations,
+    *,
+    score: Score,
+    samples_folder: Path,
+    console: Console,
+) -> RolloutManager:
+    """The rollout manager for such data; `score` is for conversations."""
+    if isinstance(data, Conversations):
+        return build_sft_manager(
+            config, policy, engine, data, score=score, samples_folder=samples_folder, console=console
+        )
+    return build_rollout_manager(config, policy, engine, data, samples_folder=samples_folder, console=console)
 
 
 def _build_replay(config: Config, placement: Placement, tracking: Tracking, policy: Policy) -> RolloutManager:

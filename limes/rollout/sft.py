@@ -20,6 +20,7 @@ from limes.rollout.deal import deal
 from limes.rollout.manager import Report, RolloutManager
 from limes.rollout.metrics import Metrics, length_metrics, mean
 from limes.rollout.sampling import Sampler
+from limes.rollout.shards import shards_of
 from limes.run import Console, Last, Max, Mean, Sum, reduce, write_samples
 
 if TYPE_CHECKING:
@@ -152,17 +153,9 @@ def supervised_shards(
     rollout_id: int, samples: Sequence[Sample], num_ranks: int = 1, num_steps: int = 1
 ) -> list[TrainShard]:
     """Deal samples out, one shard a rank; all train, none has a reward."""
-    return [
-        TrainShard(
-            rollout_id=rollout_id,
-            samples=[samples[position] for position in partition],
-            partition=partition,
-            rewards=[None] * len(samples),
-            group_ids=[sample.group_index for sample in samples],
-            num_trained_tokens=[sample.response_length for sample in samples],
-        )
-        for partition in deal(samples, range(len(samples)), num_ranks, num_steps=num_steps)
-    ]
+    partitions = deal(samples, range(len(samples)), num_ranks, num_steps=num_steps)
+    num_trained = [sample.response_length for sample in samples]
+    return shards_of(rollout_id, samples, partitions, [None] * len(samples), num_trained)
 
 
 def build_sft_manager(

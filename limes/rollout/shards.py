@@ -35,6 +35,18 @@ def make_shards(
     rewards = [training_reward(sample, reward_key, truncated, length_term) for sample in samples]
     num_trained = [0 if reward is None else sum(s.loss_mask) for s, reward in zip(samples, rewards, strict=True)]
     trained = [position for position, reward in enumerate(rewards) if reward is not None]
+    partitions = deal(samples, trained, num_ranks, num_steps=num_steps, keep_groups=keep_groups)
+    return shards_of(rollout_id, samples, partitions, rewards, num_trained)
+
+
+def shards_of(
+    rollout_id: int,
+    samples: Sequence[Sample],
+    partitions: Sequence[list[int]],
+    rewards: Sequence[float | None],
+    num_trained: Sequence[int],
+) -> list[TrainShard]:
+    """The shards of the ranks that have `partitions`; the other lists are of all samples and in their order."""
     return [
         TrainShard(
             rollout_id=rollout_id,
@@ -44,7 +56,7 @@ def make_shards(
             group_ids=[sample.group_index for sample in samples],
             num_trained_tokens=list(num_trained),
         )
-        for partition in deal(samples, trained, num_ranks, num_steps=num_steps, keep_groups=keep_groups)
+        for partition in partitions
     ]
 
 
