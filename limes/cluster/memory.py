@@ -190,7 +190,9 @@ class Parking:
         for tensor in tensors:
             own = local_of(tensor.detach())
             if not own.untyped_storage().resizable():
-                own.data = own.data.clone()
+                assert type(tensor.data) is type(own), "the parts of a spread tensor were made here"
+                own = own.clone()
+                tensor.data = own
             storage = own.untyped_storage()
             if storage.nbytes():
                 found[storage.data_ptr()] = storage

@@ -98,6 +98,16 @@ def test_parked_memory_is_given_back_and_the_tensors_stay_what_they_were(tmp_pat
     assert parking.is_empty
 
 
+def test_weights_on_memory_that_is_not_torchs_leave_too(tmp_path: Path) -> None:
+    """As those that are mapped from a model file: afterwards they are on memory of their own."""
+    foreign = torch.nn.Parameter(torch.frombuffer(bytearray(range(64)), dtype=torch.float32))
+    copy, parking = foreign.detach().clone(), Parking(tmp_path)
+    assert parking.park([foreign]) == 64
+    assert foreign.untyped_storage().nbytes() == 0
+    parking.restore()
+    assert torch.equal(foreign, copy)
+
+
 def optimizer_after(num_steps: int, sleep: Path | None, dtype: torch.dtype) -> tuple[PolicyOptimizer, list]:
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 32).to(dtype)
